@@ -191,7 +191,7 @@ def _read_whole(pieces: Sequence[Piece], max_bytes: int) -> list[Array]:
     if not jobs:
         return [_given_value(piece.leaf) for piece in pieces]
     root = next(iter(jobs.values())).stored.root
-    is_local = _storage.of(root).is_local(root)
+    is_local = _storage.filesystem.is_local(root)
     options = arrays_read.ReadOptions(is_local, True, max_bytes)
     values = arrays_read.read(tuple(jobs.values()), options)
     return [

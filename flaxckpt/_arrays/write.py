@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from flaxckpt import _storage
 from flaxckpt._arrays import to_host
 from flaxckpt._arrays.chunks_to_write import (
     DEFAULT_CONCURRENT_BYTES,
@@ -58,8 +57,6 @@ def write(
     Raises:
         OSError, ValueError: An array could not be written.
     """
-    if not _storage.of(root).has_hard_links:
-        options = options._replace(previous=None)
     at_once = min(options.max_concurrent_bytes, to_host.STAGED_BYTES)
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:
         batches: Iterable[list[HostArray]]

@@ -113,12 +113,13 @@ class DatabaseWriter:
         requests = COPIES_IN_REQUESTS * self._in_store
         for array in arrays:
             for chunk in chunks_to_write.chunks(array):
+                size = chunk.size
                 yield _Stored(
                     array,
                     chunk.key,
                     chunk.nbytes,
-                    chunk.size + tail,
-                    chunk.size * (chunk.needs_copy() + requests),
+                    size + tail,
+                    size * (chunk.needs_copy() + requests),
                     functools.partial(
                         chunk.parts_and_checksums, encoding, self._options.segment_bytes
                     ),
@@ -135,11 +136,11 @@ class DatabaseWriter:
         encoding = self._options.encoding
         at_once = min(self._options.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
         for batch in _util.memory.batches(encode.sized(pieces), at_once):
-            with _storage.memory_directory.new() as memory:
+            with _storage.paths.new_memory() as memory:
                 encode.write_encoded(memory, batch, encoding, self._options.report)
                 chunks = [
                     self._encoded_chunk(by_number[number], key, content)
-                    for path, content in _storage.memory_directory.take_files(memory)
+                    for path, content in _storage.paths.take_files(memory)
                     for number, _, key in [path.rpartition("/")]
                     if key not in (zarr_metadata.METADATA, zarr_metadata.METADATA_2)
                 ]
@@ -217,7 +218,7 @@ class DatabaseWriter:
 
     def _write_file(self, file: _DataFile) -> None:
         previous = self._options.previous
-        with self._budget.hold(sum(chunk.copied_bytes for _, chunk in file.chunks)):
+        with self._budget.hold(sum([chunk.copied_bytes for _, chunk in file.chunks])):
             parts: list[memoryview] = []
             end = 0
             for offset, chunk in file.chunks:

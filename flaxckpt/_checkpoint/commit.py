@@ -135,11 +135,9 @@ class Snapshot:
     @property
     def stored_bytes(self) -> int:
         """Uncompressed bytes of all arrays of all processes in their storage type."""
-        return sum(
-            _arrays.forms.stored_bytes(info)
-            for info in self.contents.manifest.infos
-            if info.chunk_shape is not None
-        )
+        infos = self.contents.manifest.infos
+        stored = [info for info in infos if info.chunk_shape is not None]
+        return sum(map(_arrays.forms.stored_bytes, stored))
 
 
 class WrittenFiles(NamedTuple):
@@ -237,10 +235,9 @@ def begin(snapshot: Snapshot) -> Iterator[Transaction]:
     if snapshot.request.is_item:
         yield _storage.transaction.Part(final)
         return
-    parent = _storage.of(final.parent)
     # A run in a store has looked at its directory when it was opened.
-    if parent.has_directories or snapshot.request.step is None:
-        parent.make_directory(final.parent, mode=options.mode)
+    if snapshot.request.step is None or not _storage.paths.is_remote(final):
+        _storage.of(final).make_directory(final.parent, mode=options.mode)
     with replacing(
         final, overwrite=snapshot.request.overwrite, mode=options.mode
     ) as transaction:
@@ -377,7 +374,7 @@ def finish_checkpoint(
     sealed = _formats.native_contents.seal(
         snapshot.contents, files, transaction.directory, arrays, digests or {}
     )
-    marker = sealed.pop(_storage.commit_marker.MARKER, None)  # None in an item
+    marker = sealed.pop(_storage.transaction.MARKER, None)  # None in an item
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
     transaction.write({**sealed, **markers, **request.markers})
     size, stamp = transaction.commit(marker, request.cancellation.close)

@@ -93,7 +93,7 @@ def check(
             files = {n: f for n, f in files.items() if not wanted.isdisjoint(f.leaves)}
         with _storage.permissions.explain_errors(path):
             if storage.costs_requests:  # it has an object completely or not at all
-                missing = sorted(files.keys() - storage.files_below(path))
+                missing = sorted(files.keys() - _storage.listing.files_below(path))
                 whole, faults = None, [f"{name} is missing" for name in missing]
             else:
                 whole, faults = _compare_sizes(path, files, unlisted, encoding)

@@ -241,7 +241,7 @@ def set_aside(final: Path) -> None:
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
-        if not _storage.of(final).can_rename:
+        if _storage.paths.is_remote(final):
             raise
     else:
         return
@@ -273,7 +273,11 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     is_orbax = _is_orbax(directory)
     if not is_orbax and not of_any_format:
         return None
-    files = _storage.of(directory).files_and_links(directory)
+    files = {
+        entry.path: entry.is_link
+        for entry in sorted(_storage.of(directory).walk(directory))
+        if entry.is_link or not entry.is_directory
+    }
     if is_orbax and _formats.orbax_json.MANIFEST in files:
         expected = _flaxckpt_files(directory, files)
     elif is_orbax:
@@ -296,7 +300,7 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
 
 def _empty_directories(directory: Path) -> list[str]:
     """Returns the empty foreign directories directly in a checkpoint."""
-    if not _storage.of(directory).has_directories:
+    if _storage.paths.is_remote(directory):
         return []
     handlers = _formats.items.read_item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}

@@ -724,7 +724,7 @@ def _read_options(
     memory_map = options.memory_map
     if memory_map == "auto":
         checkpoint = _storage.paths.from_text(path)
-        memory_map = _storage.of(checkpoint).is_local(checkpoint)
+        memory_map = _storage.filesystem.is_local(checkpoint)
     return _arrays.read.ReadOptions(
         memory_map=memory_map,
         verify=options.verify,

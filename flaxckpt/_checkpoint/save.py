@@ -493,7 +493,7 @@ def _write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None
 ) -> WrittenFiles:
     request = snapshot.request
-    if request.overwrite and not _storage.of(request.path).can_rename:
+    if request.overwrite and _storage.paths.is_remote(request.path):
         # Removes the old checkpoint first: a cancelled save would leave neither.
         request.cancellation.close()
     if request.operation is not None:

@@ -330,7 +330,7 @@ def _verify_own(
     seal_name = _formats.native_contents.seal_name(stored.digests)
     check_seal = functools.partial(_check_seal, path, seal_name, seal)
     checks.append(Check(seal_name, check_seal))
-    findings.counter.total = _storage.of(path).known_size_below(path)
+    findings.counter.total = _storage.listing.known_size_below(path)
     findings.run(checks)
     arrays = verify_arrays.find_checks(path, stored, listed, findings)
     findings.run(arrays.checks)
@@ -351,7 +351,7 @@ def _verify_own(
     expected = {*listed.files, *_formats.items.UNDIGESTED}
     return sorted(
         name
-        for name in {*_storage.of(path).files_below(path)} - expected
+        for name in {*_storage.listing.files_below(path)} - expected
         if not (_is_marker(name) or name.startswith(unlisted))
     )
 
@@ -516,7 +516,7 @@ def _find_unreadable(path: Path) -> str | None:
     """Returns the reason why files of a checkpoint cannot be read, or None."""
     storage = _storage.of(path)
     try:
-        for file in storage.all_files(path):
+        for file in _storage.listing.all_files(path):
             with contextlib.suppress(FileNotFoundError, ValueError):
                 for _ in storage.stream(file, path, _LARGE):
                     pass

@@ -134,7 +134,7 @@ def convert_to(
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
     write = _convert_to_disk
-    if not _storage.of(final).can_rename:
+    if _storage.paths.is_remote(final):
         write = _convert_to_store
     size = write(source, step, final, options)
     secs = time.monotonic() - start

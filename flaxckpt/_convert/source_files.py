@@ -20,9 +20,8 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    storage = _storage.of(source)
-    if source.is_dir() or not storage.has_directories:
-        for name in storage.files_below(source):
+    if source.is_dir() or _storage.paths.is_remote(source):
+        for name in _storage.listing.files_below(source):
             yield source / name
         return
     yield source
@@ -53,16 +52,16 @@ def check_apart(
     Raises:
         OptionError: The target is a source, or is inside or above a source.
     """
-    target = _storage.of(final).real_path(final)
+    target = _storage.paths.real(final)
     for source in sources:
-        real = _storage.of(source).real_path(source)
+        real = _storage.paths.real(source)
         if target == real or _contains(target, real) or _contains(real, target):
             raise errors.OptionError(
                 f"{final} is inside the checkpoint {source}, or contains it: choose"
                 " a path beside it"
             )
     for stamp in files:
-        real = _storage.of(stamp.path).real_path(stamp.path)
+        real = _storage.paths.real(stamp.path)
         if target == real or _contains(target, real):
             raise errors.OptionError(
                 f"{final} is or contains the source file {stamp.path}: choose another"

@@ -341,7 +341,7 @@ class _Batches:
             for value in self.written.values.values()
             if not isinstance(value, bytes)
         }
-        for file in [*_storage.of(self._root).all_files(self._root)]:
+        for file in [*_storage.listing.all_files(self._root)]:
             if file not in files:
                 file.unlink()
         return kept

@@ -426,7 +426,7 @@ def start_heartbeats(directory: Path) -> None:
 
 
 def _file_store(directory: Path) -> key_value.FileStore:
-    if not _storage.of(directory).has_directories:
+    if _storage.paths.is_remote(directory):
         raise errors.OptionError(
             f"{directory}: this version of jax has no accessible coordination service,"
             " so several processes can save only to a file system"

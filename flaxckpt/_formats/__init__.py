@@ -233,7 +233,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             f"{path} is a JSON item of Orbax, not a tree of arrays:"
             f" {items.json_advice(file)}"
         )
-    marker = _storage.commit_marker.MARKER
+    marker = _storage.transaction.MARKER
     sign = _steps.index.sign(path) if is_dir else None
     if sign and not _storage.transaction.is_committed(path):
         raise errors.DamagedCheckpointError(

@@ -39,7 +39,7 @@ METRICS_DIGESTS = f"{METRICS}/digests"
 UNDIGESTED = frozenset(
     (
         orbax_json.MANIFEST,
-        _storage.commit_marker.MARKER,
+        _storage.transaction.MARKER,
         SEAL,
         CHECKPOINT,
         f"{METRICS}/{METRICS}",
@@ -227,7 +227,7 @@ def find_json(item: Path) -> Path | None:
         names = set(_storage.of(item).names(item))
     except (NotADirectoryError, FileNotFoundError):
         return None
-    if not names <= {*_JSON_FILES, CHECKPOINT, _storage.commit_marker.MARKER}:
+    if not names <= {*_JSON_FILES, CHECKPOINT, _storage.transaction.MARKER}:
         return None
     files = (item / name for name in _JSON_FILES if name in names)
     return next((file for file in files if file.is_file()), None)

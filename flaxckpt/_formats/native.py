@@ -20,7 +20,7 @@ from flaxckpt._formats import (
 )
 from flaxckpt._formats.reader import Stored, check_current
 from flaxckpt._state.leaf import LeafInfo, LeafTable
-from flaxckpt._storage.commit_marker import MARKER
+from flaxckpt._storage.transaction import MARKER
 from flaxckpt._types import LeafPath
 
 _DATABASE = re.compile(

@@ -23,7 +23,7 @@ from flaxckpt._formats import (
 from flaxckpt._formats.items import METRICS
 from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._formats.orbax_files import StepMetadata
-from flaxckpt._storage.commit_marker import MARKER
+from flaxckpt._storage.transaction import MARKER
 from flaxckpt._types import JSON
 
 

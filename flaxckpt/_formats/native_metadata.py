@@ -340,7 +340,7 @@ def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> 
             valid.append(items.read_file(file, path))
         # Both digests count until the new metrics are written, even after an
         # interruption.
-        digests, mode = path / METRICS_DIGESTS, storage.mode(path)
+        digests, mode = path / METRICS_DIGESTS, _storage.modes.of_directory(path)
         storage.replace(digests, metrics_digests(*valid, step=step), mode=mode)
         storage.replace(file, content, mode=mode)
         storage.replace(digests, metrics_digests(content, step=step), mode=mode)

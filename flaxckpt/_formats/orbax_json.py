@@ -11,7 +11,7 @@ from typing import Any
 from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._types import JSON
 
-MANIFEST = _storage.commit_marker.MANIFEST
+MANIFEST = _storage.transaction.MANIFEST
 MAX_BYTES = 64 * 2**20
 """Largest metadata file that is read; 100,000 leaves take about 20 MB."""
 

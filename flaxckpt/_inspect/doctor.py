@@ -79,9 +79,9 @@ def examine(
         OptionError: The directory does not exist.
     """
     root = _storage.paths.resolve(directory)
-    if _storage.of(root).has_directories and not root.is_dir():
+    if not _storage.paths.is_remote(root) and not root.is_dir():
         raise errors.OptionError(f"{root} is not a directory: pass an existing one")
-    free, problems = _storage.of(root).free_bytes(root), []
+    free, problems = _storage.filesystem.free_bytes(root), []
     if free is not None:
         max_bytes = min(max_bytes, free // 10)
     sync_secs = write_rate = read_rate = None
@@ -96,7 +96,7 @@ def examine(
     return Diagnosis(
         _versions(),
         str(root),
-        _storage.of(root).kind(root),
+        _storage.filesystem.kind(root),
         free,
         sync_secs,
         write_rate,
@@ -154,7 +154,7 @@ def _rates(scratch: Path, max_bytes: int, max_secs: float) -> tuple[float, float
 
     write_rate = _rate(write, files, size, max_secs)
     for file in written:
-        _storage.of(file).forget_cached(file)
+        _storage.filesystem.forget_cached(file)
     return write_rate, _rate(Path.read_bytes, written, size, max_secs)
 
 
@@ -184,7 +184,7 @@ def _features(scratch: Path) -> dict[str, bool]:
         "file locks": _works(lambda: _lock(scratch)),
         "hard links": _works(lambda: _link(scratch)),
         "exchange of directories": _works(lambda: _exchange(scratch)),
-        "memory maps": _storage.of(scratch).is_local(scratch),
+        "memory maps": _storage.filesystem.is_local(scratch),
     }
 
 

@@ -167,7 +167,7 @@ def stamp_files(path: Path) -> int | None:
     try:
         files = sorted(
             file
-            for file in storage.all_files(path)
+            for file in _storage.listing.all_files(path)
             if not _steps.markers.is_marker(file.name)
         )
     except OSError:  # not readable, or deleted

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -193,9 +196,15 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
         path: A directory or a file. Symbolic links are not followed.
         counted: Files already counted; the files at `path` are added.
     """
-    sizes = _storage.of(path).disk_files(path)
-    if sizes is None:
+    if _storage.paths.is_remote(path):
         return None
+    sizes: dict[FileId, int] = {}
+    entries = () if path.is_symlink() else _storage.of(path).walk(path)
+    for file in (os.fspath(path), *[f"{path}/{entry.path}" for entry in entries]):
+        with contextlib.suppress(OSError):
+            status = os.lstat(file)
+            if stat.S_ISREG(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_size
     own = sum(size for file, size in sizes.items() if file not in counted)
     counted.update(sizes)
     return Usage(sum(sizes.values()), own)

@@ -99,7 +99,7 @@ def _check_not_being_deleted(path: Path) -> None:
     Raises:
         SaveFailedError: A deletion was announced.
     """
-    if _storage.of(path).has_directories:
+    if not _storage.paths.is_remote(path):
         return  # a deletion renames the step first
     if _storage.leases.is_being_deleted(path):
         raise errors.SaveFailedError(

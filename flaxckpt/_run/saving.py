@@ -243,7 +243,7 @@ class Saves:
 
     def _previous(self) -> _arrays.write.Previous | None:
         """Returns the arrays of the newest step, for hard links to unchanged files."""
-        if not _storage.of(self._run.saves_in).has_hard_links:
+        if _storage.paths.is_remote(self._run.saves_in):
             return None
         try:
             # Only in `saves_in`: hard links cannot leave a file system.

@@ -75,7 +75,7 @@ def _resolve(staging: PathLike, directory: Path) -> Path:
         OptionError: The directory is unsuitable, or belongs to another run.
     """
     path = _storage.paths.resolve(staging)
-    if not _storage.of(path).has_directories:
+    if _storage.paths.is_remote(path):
         raise errors.OptionError(
             f"staging must be a directory on this machine, got {path}: pass the path"
             " of a fast disk"
@@ -392,7 +392,7 @@ class StagedSteps(run_steps.RunSteps):
         try:
             if path is None or not _storage.of(path).exists(path):
                 return
-            if _storage.of(path).can_rename and _steps.markers.is_damaged(path):
+            if not _storage.paths.is_remote(path) and _steps.markers.is_damaged(path):
                 return  # a damaged step is set aside
             _checkpoint.overwrite.check_replaceable(path)
         except errors.CheckpointExistsError:

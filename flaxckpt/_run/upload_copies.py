@@ -28,8 +28,8 @@ def compare(path: Path, final: Path) -> Relation:
     Raises:
         OSError: The run directory cannot be read.
     """
-    marker = _content(final / _storage.commit_marker.MARKER)
-    if marker is not None and marker == _content(path / _storage.commit_marker.MARKER):
+    marker = _content(final / _storage.transaction.MARKER)
+    if marker is not None and marker == _content(path / _storage.transaction.MARKER):
         return "same"
     manifest = _content(final / _formats.orbax_json.MANIFEST)
     if marker is None and _storage.transaction.is_unfinished(final):

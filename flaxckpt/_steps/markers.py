@@ -112,7 +112,7 @@ def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
     store, the pin is kept where it is.
     """
     markers = {TEMPORARY: _CONTENT} if temporary else {}
-    return markers | (pin_of(final) if _storage.of(final).can_rename else {})
+    return markers | ({} if _storage.paths.is_remote(final) else pin_of(final))
 
 
 def pin_of(path: Path) -> dict[str, bytes]:
@@ -132,10 +132,10 @@ def is_temporary(path: Path) -> bool:
 
 def pin(path: Path) -> WrittenMarker:
     """Keeps the step at `path` until unpinned; a pin that failed can be undone."""
-    storage = _storage.of(path)
     # Two processes may pin a step: neither takes the other's pin for its own.
     content = f"{secrets.token_hex(8)}\n".encode()
-    return storage.write_marker(path / PIN, content, mode=storage.mode(path))
+    mode = _storage.modes.of_directory(path)
+    return _storage.of(path).write_marker(path / PIN, content, mode=mode)
 
 
 def unpin(path: Path) -> None:
@@ -320,8 +320,8 @@ def _read_json(file: Path) -> Any:
 
 def _write(path: Path, name: str, content: bytes) -> None:
     """Writes a marker with the mode of the step's files."""
-    storage = _storage.of(path)
-    storage.replace(path / name, content, mode=storage.mode(path))
+    mode = _storage.modes.of_directory(path)
+    _storage.of(path).replace(path / name, content, mode=mode)
 
 
 def _remove(path: Path, name: str) -> None:

@@ -9,10 +9,10 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._storage import (
         bucket,
-        commit_marker,
         files,
+        filesystem,
         leases,
-        memory_directory,
+        listing,
         modes,
         paths,
         permissions,
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Stamp",
     "bucket",
-    "commit_marker",
     "files",
+    "filesystem",
     "leases",
-    "memory_directory",
+    "listing",
     "modes",
     "of",
     "paths",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from pathlib import Path
 
+from flaxckpt._storage.paths import is_remote
 from flaxckpt._types import PathLike
 
 # File systems of this machine. On other file systems, another machine may truncate a
@@ -27,11 +30,30 @@ _LOCAL = frozenset(
 
 def is_local(path: PathLike) -> bool:
     """Returns True for a file system of this machine, where files can be mapped."""
-    return kind(os.fspath(path)) in _LOCAL
+    return kind(path) in _LOCAL
 
 
-def kind(path: str) -> str:
-    """Returns the kind of file system at `path`; empty if unknown."""
+def free_bytes(path: Path) -> int | None:
+    """Returns the free bytes at `path`; None for no limit."""
+    return None if is_remote(path) else shutil.disk_usage(path).free
+
+
+def forget_cached(file: Path) -> None:
+    """Drops a file from the page cache of this machine, if cached."""
+    if is_remote(file) or not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def kind(path: PathLike) -> str:
+    """Returns the kind of file system, or `object store`; empty if unknown."""
+    if is_remote(path):
+        return "object store"
     path = os.path.realpath(path) + "/"
     try:
         mounts = Path("/proc/self/mountinfo").read_bytes().split(b"\n")

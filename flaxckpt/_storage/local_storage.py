@@ -8,8 +8,8 @@ import fcntl
 import functools
 import hashlib
 import io
+import operator
 import os
-import shutil
 import stat
 from collections.abc import (
     Callable,
@@ -20,16 +20,14 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from typing import NoReturn
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import (
     files,
-    filesystem,
     modes,
     temporary,
 )
-from flaxckpt._storage.stored_value import WrittenMarker
+from flaxckpt._storage.stored_value import Entry, WrittenMarker
 from flaxckpt._types import JSON
 
 _STREAM_BYTES = 2**20
@@ -55,9 +53,6 @@ class LocalStorage:
     synced. Deletion and replacement never follow symbolic links.
     """
 
-    has_directories = True
-    has_hard_links = True
-    can_rename = True
     can_map = True
     costs_requests = False
 
@@ -93,34 +88,24 @@ class LocalStorage:
                 contents[name] = None
         return contents
 
-    def files_below(self, directory: Path, /) -> Iterator[str]:
-        root = str(directory)
-        for path, directories, names in os.walk(root):
-            directories.sort()
-            inside = f"{path[len(root) :].strip('/')}/".lstrip("/")
-            for name in sorted(names):
-                yield inside + name
-
-    def entries_below(self, directory: Path, /) -> Iterator[tuple[str, bool]]:
-        return _entries_below(str(directory), "")
-
-    def files_and_links(self, directory: Path, /) -> dict[str, bool]:
-        root = str(directory)
-        links: dict[str, bool] = {}
-        for path, directories, names in os.walk(root):
-            inside = f"{path[len(root) :].strip('/')}/".lstrip("/")
-            for name in directories + names:
-                is_link = os.path.islink(f"{path}/{name}")  # noqa: PTH114
-                if is_link or name not in directories:
-                    links[inside + name] = is_link
-        return dict(sorted(links.items()))
-
-    def all_files(self, path: Path, /) -> Iterator[Path]:
-        if path.is_file():
-            yield path
-            return
-        for directory, _, names in os.walk(path, onerror=_raise):
-            yield from (Path(directory, name) for name in names)
+    def walk(self, directory: Path, /, *, strict: bool = False) -> Iterator[Entry]:
+        waiting = [""]
+        while waiting:
+            inside = waiting.pop()
+            try:
+                with os.scandir(f"{directory}/{inside}") as found:
+                    entries = sorted(found, key=operator.attrgetter("name"))
+            except OSError:
+                if strict:
+                    raise
+                continue
+            rows = [_entry(inside, entry) for entry in entries]
+            yield from rows
+            waiting += [
+                f"{row.path}/"
+                for row in reversed(rows)
+                if row.is_directory and not row.is_link
+            ]
 
     def known_size(self, file: Path, within: Path | None, /) -> int | None:
         descriptor = files.open_regular_file(file, within=within)
@@ -129,42 +114,9 @@ class LocalStorage:
         finally:
             os.close(descriptor)
 
-    def known_size_below(self, directory: Path, /) -> int:
-        total = 0
-        for name in self.files_below(directory):
-            with contextlib.suppress(OSError):
-                total += os.lstat(directory / name).st_size
-        return total
-
-    def disk_files(self, path: Path, /) -> dict[tuple[int, int], int] | None:
-        sizes: dict[tuple[int, int], int] = {}
-        waiting = [os.fspath(path)]
-        while waiting:
-            entry = waiting.pop()
-            with contextlib.suppress(OSError):
-                status = os.lstat(entry)
-                if stat.S_ISREG(status.st_mode):
-                    sizes[status.st_dev, status.st_ino] = status.st_size
-                elif stat.S_ISDIR(status.st_mode):
-                    waiting += [f"{entry}/{name}" for name in os.listdir(entry)]  # noqa: PTH208
-        return sizes
-
     def fingerprint(self, file: Path, /) -> tuple[tuple[int, ...], int]:
         status = file.stat()
         return (status.st_ino, status.st_mtime_ns), status.st_size
-
-    def real_path(self, path: Path, /) -> str:
-        return os.path.realpath(path)
-
-    mode = staticmethod(modes.of_directory)
-
-    def kind(self, path: Path, /) -> str:
-        return filesystem.kind(os.fspath(path))
-
-    is_local = staticmethod(filesystem.is_local)
-
-    def free_bytes(self, path: Path, /) -> int | None:
-        return shutil.disk_usage(path).free
 
     check_root = staticmethod(files.check_root)
     check_array = staticmethod(files.check_array)
@@ -270,16 +222,6 @@ class LocalStorage:
             content = opened.read()
         lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
         return lines[1:] if size > max_bytes else lines
-
-    def forget_cached(self, file: Path, /) -> None:
-        if not hasattr(os, "posix_fadvise"):
-            return
-        with contextlib.suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
 
     # ---- writing ------------------------------------------------------------------
 
@@ -425,16 +367,12 @@ class LocalStorage:
         return aside
 
 
-def _entries_below(directory: str, prefix: str) -> Iterator[tuple[str, bool]]:
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            path = prefix + entry.name
-            yield path, entry.is_file()
-            if not entry.is_dir():
-                continue
-            if entry.is_symlink():  # it may lead in circles
-                raise ValueError(f"{path} is a link to a directory")
-            yield from _entries_below(entry.path, path + "/")
+def _entry(inside: str, entry: os.DirEntry[str]) -> Entry:
+    path, is_link = inside + entry.name, entry.is_symlink()
+    try:
+        return Entry(path, entry.is_dir(), entry.is_file(), is_link)
+    except OSError:  # such as a link to itself
+        return Entry(path, False, False, is_link)
 
 
 def _join_small(parts: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -458,8 +396,7 @@ def _write_new(file: Path, content: bytes, mode: int | None) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)
     with open(os.open(file, flags, bits), "wb") as opened:  # noqa: PTH123
-        if mode is not None:
-            modes.follow(file, mode)
+        modes.follow(file, mode)
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
@@ -489,7 +426,3 @@ def _sync(path: Path | str, *, sizes: list[int]) -> None:
         os.close(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         sizes.append(status.st_size)
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error

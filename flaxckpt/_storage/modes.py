@@ -61,8 +61,14 @@ def of_file(mode: int) -> int:
     return mode & _FILE
 
 
-def of_directory(directory: Path) -> int:
-    """Returns the mode of a directory, for files that are added later."""
+def of_directory(directory: Path) -> int | None:
+    """Returns the mode for files that are added to a directory; None in a store.
+
+    Raises:
+        FileNotFoundError: The directory is missing.
+    """
+    if isinstance(directory, RemotePath):
+        return None
     return stat.S_IMODE(os.stat(directory).st_mode) & _ALL  # noqa: PTH116
 
 
@@ -100,11 +106,14 @@ def set_below(root: Path, mode: int) -> None:
         set_on_directory(Path(directory), mode)
 
 
-def follow(path: Path, mode: int) -> None:
+def follow(path: Path, mode: int | None) -> None:
     """Sets modes as `set_below` or `set_on_file` do, where the file system has modes.
 
-    For a file or directory added to a checkpoint, whose mode nobody asked for.
+    For a file or directory added to a checkpoint, whose mode nobody asked for. Does
+    nothing without a mode.
     """
+    if mode is None:
+        return
     try:
         if path.is_dir():
             set_below(path, mode)

@@ -15,7 +15,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from pathlib import Path
 from typing import cast
 
 from flaxckpt import _util, errors
@@ -24,7 +23,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import StoredValue, WrittenMarker
+from flaxckpt._storage.stored_value import Entry, StoredValue, WrittenMarker
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -37,9 +36,6 @@ _UNKNOWN_BYTES = 2**62
 class ObjectStorage:
     """Objects under keys; a checkpoint counts once the commit marker exists."""
 
-    has_directories = False
-    has_hard_links = False
-    can_rename = False
     can_map = False
     costs_requests = True
 
@@ -69,47 +65,19 @@ class ObjectStorage:
             name: inside for name, inside in directory.tree().items() if select(name)
         }
 
-    def files_below(self, directory: RemotePath, /) -> Iterator[str]:
-        return iter(directory.keys())
-
-    def entries_below(self, directory: RemotePath, /) -> Iterator[tuple[str, bool]]:
-        return ((key, True) for key in self.files_below(directory))
-
-    def files_and_links(self, directory: RemotePath, /) -> dict[str, bool]:
-        keys = self.files_below(directory)
-        return {key: False for key in sorted(keys) if not key.endswith("/")}
-
-    def all_files(self, path: RemotePath, /) -> Iterator[Path]:
-        yield path
-        yield from (path / key for key in self.files_below(path))
+    def walk(
+        self, directory: RemotePath, /, *, strict: bool = False
+    ) -> Iterator[Entry]:
+        for key in directory.keys():  # noqa: SIM118
+            is_placeholder = key.endswith("/")
+            yield Entry(key, is_placeholder, not is_placeholder, False)
 
     def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
         return file.store.recorded_size(file.key)
 
-    def known_size_below(self, directory: RemotePath, /) -> int:
-        return 0
-
-    def disk_files(self, path: RemotePath, /) -> dict[tuple[int, int], int] | None:
-        return None
-
     def fingerprint(self, file: RemotePath, /) -> tuple[tuple[int, ...], int]:
         content = file.read_bytes()
         return (zlib.crc32(content),), len(content)
-
-    def real_path(self, path: RemotePath, /) -> str:
-        return str(path)
-
-    def mode(self, directory: RemotePath, /) -> int | None:
-        return None
-
-    def kind(self, path: RemotePath, /) -> str:
-        return "object store"
-
-    def is_local(self, path: RemotePath, /) -> bool:
-        return False
-
-    def free_bytes(self, path: RemotePath, /) -> int | None:
-        return None
 
     # Stores have no links; the sizes of objects would cost requests.
 
@@ -182,9 +150,6 @@ class ObjectStorage:
 
     def last_lines(self, file: RemotePath, max_bytes: int, /) -> list[bytes]:
         return file.read_bytes().splitlines(keepends=True)
-
-    def forget_cached(self, file: RemotePath, /) -> None:
-        return
 
     # ---- writing ------------------------------------------------------------------
 

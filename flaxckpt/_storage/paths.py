@@ -12,6 +12,7 @@ import fnmatch
 import io
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -259,6 +260,11 @@ def _missing(path: RemotePath) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, "no such object", str(path))
 
 
+def real(path: Path) -> str:
+    """Returns `path` with all symbolic links resolved."""
+    return str(path) if is_remote(path) else os.path.realpath(path)
+
+
 def is_remote(path: object) -> TypeGuard[RemotePath]:
     """Returns True for a path in an object store."""
     return isinstance(path, RemotePath)
@@ -362,3 +368,26 @@ def resolve(path: PathLike) -> Path:
             " as '/': rename the directory, or use another"
         )
     return Path(absolute)
+
+
+# ---- directories in memory, for TensorStore to write to ---------------------------
+
+
+@contextlib.contextmanager
+def new_memory() -> Iterator[RemotePath]:
+    """Yields an empty directory in memory, which is freed in the end."""
+    memory = parse(f"memory://flaxckpt-{secrets.token_hex(8)}")
+    assert is_remote(memory), memory
+    try:
+        yield memory
+    finally:
+        memory.store.delete_under("")
+        store_settings.forget(memory.store)
+
+
+def take_files(directory: RemotePath) -> Iterator[tuple[str, bytes]]:
+    """Yields the files of a directory in memory, name and content, and removes each."""
+    for name in directory.store.keys(""):
+        content = (directory / name).read_bytes()
+        directory.store.delete((directory / name).key)
+        yield name, content

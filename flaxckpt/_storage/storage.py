@@ -4,9 +4,9 @@
 takes the path, as zarr's stores take the key. So `of` costs one `isinstance`, and a
 caller may use the storage of a directory for everything below it.
 
-Callers do not ask for the kind of storage. Where behaviour differs, a method handles
-both cases; the few attributes describe capabilities, for callers that choose between
-two ways of their own.
+Where behaviour differs, a method handles both cases; the two attributes are for callers
+that choose between two ways of their own. `transaction` has what writes and deletes
+whole checkpoints, and `listing` what can be said of all files below a directory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import WrittenMarker
+from flaxckpt._storage.stored_value import Entry, WrittenMarker
 from flaxckpt._types import JSON
 
 _Path = TypeVar("_Path", bound=Path, contravariant=True)
@@ -37,16 +37,10 @@ class Storage(Protocol[_Path]):
     """Reads, writes, lists, commits and deletes files and checkpoints.
 
     Attributes:
-        has_directories: A directory can exist without files in it.
-        has_hard_links: A file may have several names.
-        can_rename: Files and directories can be renamed.
         can_map: Files can be mapped into memory.
         costs_requests: Each access to a file takes a request to another machine.
     """
 
-    has_directories: bool
-    has_hard_links: bool
-    can_rename: bool
     can_map: bool
     costs_requests: bool
 
@@ -85,28 +79,15 @@ class Storage(Protocol[_Path]):
             FileNotFoundError: `directory` is missing.
         """
 
-    def files_below(self, directory: _Path, /) -> Iterator[str]:
-        """Yields the relative path of each file below `directory`, with `/`.
+    def walk(self, directory: _Path, /, *, strict: bool = False) -> Iterator[Entry]:
+        """Yields each entry below `directory`, in order; does not follow links.
 
-        Includes links to files, but no links to directories.
-        """
-
-    def entries_below(self, directory: _Path, /) -> Iterator[tuple[str, bool]]:
-        """Yields the relative path of each entry below `directory`, and True for files.
+        Args:
+            directory: The directory.
+            strict: Whether an unreadable directory is an error, or left out.
 
         Raises:
-            ValueError: An entry is a link to a directory.
-            OSError: A directory cannot be listed.
-        """
-
-    def files_and_links(self, directory: _Path, /) -> dict[str, bool]:
-        """Maps the path of each file or link below `directory` to True for a link."""
-
-    def all_files(self, path: _Path, /) -> Iterator[Path]:
-        """Yields each file at or below `path`.
-
-        Raises:
-            OSError: A directory cannot be listed.
+            OSError: With `strict`, a directory cannot be listed.
         """
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
@@ -121,40 +102,12 @@ class Storage(Protocol[_Path]):
             OSError: The file cannot be opened.
         """
 
-    def known_size_below(self, directory: _Path, /) -> int:
-        """Returns the size of all files below `directory`; 0 for unknown sizes."""
-
-    def disk_files(self, path: _Path, /) -> dict[tuple[int, int], int] | None:
-        """Maps device and inode of each file at or below `path` to the size.
-
-        Returns None for storage without inodes. Does not follow links.
-        """
-
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
         """Returns numbers to detect changes of a file's content, and the size.
 
         Raises:
             OSError: The file is inaccessible.
         """
-
-    def real_path(self, path: _Path, /) -> str:
-        """Returns `path` with all symbolic links resolved."""
-
-    def mode(self, directory: _Path, /) -> int | None:
-        """Returns the mode for files added to a directory; None in an object store.
-
-        Raises:
-            FileNotFoundError: The directory is missing.
-        """
-
-    def kind(self, path: _Path, /) -> str:
-        """Returns the kind of file system, or `object store`; empty if unknown."""
-
-    def is_local(self, path: _Path, /) -> bool:
-        """Returns True for a file system of this machine, where files can be mapped."""
-
-    def free_bytes(self, path: _Path, /) -> int | None:
-        """Returns the free bytes at `path`; None for no limit."""
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
         """Checks the directory of the arrays for links out of a checkpoint.
@@ -286,9 +239,6 @@ class Storage(Protocol[_Path]):
         Raises:
             OSError: The file cannot be read; FileNotFoundError for a missing file.
         """
-
-    def forget_cached(self, file: _Path, /) -> None:
-        """Drops a file from the page cache of this machine, if cached."""
 
     # ---- writing ------------------------------------------------------------------
 

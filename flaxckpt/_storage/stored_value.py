@@ -1,4 +1,4 @@
-"""A value in an object store, with its generation, and a file that was just written."""
+"""Values in an object store, entries of a directory, files that were just written."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ class StoredValue(NamedTuple):
 
     value: bytes
     generation: bytes
+
+
+class Entry(NamedTuple):
+    """An entry below a directory.
+
+    Attributes:
+        path: Its path in the directory, with `/`.
+        is_directory: True for a directory, or a link to one.
+        is_file: True for a regular file, or a link to one.
+        is_link: True for a symbolic link.
+    """
+
+    path: str
+    is_directory: bool
+    is_file: bool
+    is_link: bool
 
 
 class WrittenMarker(NamedTuple):

@@ -29,6 +29,9 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage.paths import RemotePath
 
+MARKER: str = commit_marker.MARKER
+MANIFEST: str = commit_marker.MANIFEST
+
 _COPYING_THREADS = 8
 
 
@@ -74,7 +77,7 @@ class Transaction(abc.ABC):
         Returns:
             The content of its commit marker, which is not copied; None without one.
         """
-        marker = source / commit_marker.MARKER
+        marker = source / MARKER
         found = [
             file.relative_to(source)
             for file in source.rglob("*")
@@ -135,15 +138,15 @@ class _Renamed(Transaction):
     ) -> Committed:
         directory = self.directory
         if marker is not None:
-            storage.LOCAL.write(directory / commit_marker.MARKER, marker)
+            storage.LOCAL.write(directory / MARKER, marker)
         if self._mode is not None:
             modes.set_below(directory, self._mode)
         size = storage.LOCAL.sync_tree(directory)
-        manifest = storage.stamp(directory / commit_marker.MANIFEST)
+        manifest = storage.stamp(directory / MANIFEST)
         before()
         temporary.check_claim(directory)
         self._publish(directory, self._final)
-        path = self._final / commit_marker.MANIFEST
+        path = self._final / MANIFEST
         return Committed(size, manifest._replace(path=path))
 
 
@@ -226,7 +229,7 @@ def lists_committed(path: Path, names: Collection[str]) -> bool:
     is a late write of an abandoned save. Nobody commits empty directories.
     """
     if paths.is_remote(path):
-        return commit_marker.MARKER in names and len(names) > 1
+        return MARKER in names and len(names) > 1
     return bool(names)
 
 

@@ -93,7 +93,7 @@ def _check(
     rate = session.on_first_process("the preflight", probe)
     kept = max_kept(session.run.retention.rules.keep)
     existing = len(session.run.retention.index.paths())
-    free = _storage.of(place).free_bytes(place)
+    free = _storage.filesystem.free_bytes(place)
     more_saves = 1 if kept is None else max(1, kept + 1 - existing)
     preflight = Preflight(
         size,

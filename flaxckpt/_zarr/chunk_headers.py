@@ -89,7 +89,9 @@ def check_files(directory: Path, chunks: Chunks) -> None:
     if storage.costs_requests and chunks.codec != "blosc":
         return  # sizes would cost requests
     ratio = _BEST_RATIO.get(chunks.codec or "")
-    for key, is_file in storage.entries_below(directory):
+    for key, is_directory, is_file, is_link in storage.walk(directory, strict=True):
+        if is_directory and is_link:  # it may lead in circles
+            raise ValueError(f"{key} is a link to a directory")
         if not chunks.pattern.fullmatch(key):
             continue
         if not is_file:

@@ -8,7 +8,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _inspect, _zarr
-from flaxckpt._storage.storage import LOCAL
+from flaxckpt._storage import listing
 from flaxckpt.policies import LatestN
 from tests import GOLDEN
 from tests.helpers import faulty_store as faulty
@@ -76,7 +76,7 @@ def find_damage(path, wanted):
 def test_no_file_may_be_missing_or_empty(tmp_path, layout):
     path = save(tmp_path / "c", layout, metrics={"loss": 1.0})
     assert find_loss(path) is None
-    for name in {*LOCAL.files_below(path)} - METRICS:
+    for name in {*listing.files_below(path)} - METRICS:
         for change in ("removed", "empty"):
             if (name, change) == ("commit_success.txt", "removed"):
                 continue  # on a disk, the name of the directory says so

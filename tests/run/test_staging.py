@@ -664,7 +664,7 @@ def test_no_part_of_an_upload_counts_as_a_step():
         for step in (1, 2):
             ckpt.save(step, state(step), metrics={"loss": 1.0})
     second = path / "2"
-    names = _storage.of(second).files_below(second)
+    names = _storage.listing.files_below(second)
     objects = {name: (second / name).read_bytes() for name in names}
     marker = objects.pop("commit_success.txt")
     assert len(objects) > 5

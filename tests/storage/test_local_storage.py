@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from flaxckpt import errors
+from flaxckpt._run import disk_usage
 from flaxckpt._storage import (
     commit_marker,
+    filesystem,
+    listing,
     local_storage,
     modes,
+    paths,
     rename,
     temporary,
     transaction,
@@ -90,19 +94,11 @@ def test_lists_files_below_a_directory_in_order(tree):
     assert sorted(LOCAL.names(tree)) == ["a", "b", "broken", "link", "to_a", "z"]
     assert sorted(LOCAL.directories(tree)) == ["a", "z"]
     below = ["b", "broken", "link", "a/c", "a/d", "z/e/f"]
-    assert list(LOCAL.files_below(tree)) == below
-    assert LOCAL.files_and_links(tree) == {
-        "a/c": False,
-        "a/d": False,
-        "b": False,
-        "broken": True,
-        "link": True,
-        "to_a": True,
-        "z/e/f": False,
-    }
-    assert list(LOCAL.files_and_links(tree)) == sorted(LOCAL.files_and_links(tree))
-    assert {str(path.relative_to(tree)) for path in LOCAL.all_files(tree)} == {*below}
-    assert list(LOCAL.all_files(tree / "b")) == [tree / "b"]
+    assert listing.files_below(tree) == below
+    links = [entry.path for entry in LOCAL.walk(tree) if entry.is_link]
+    assert links == ["broken", "link", "to_a"]
+    assert {str(path.relative_to(tree)) for path in listing.all_files(tree)} == {*below}
+    assert list(listing.all_files(tree / "b")) == [tree / "b"]
     assert LOCAL.contents(tree, lambda name: name != "z") == {"a": ["c", "d"]} or (
         LOCAL.contents(tree, lambda name: name != "z") == {"a": ["d", "c"]}
     )
@@ -121,40 +117,39 @@ def test_a_directory_that_goes_while_it_is_listed_is_left_out(tree):
 
 def test_files_of_a_missing_directory_are_an_error(tree):
     with pytest.raises(FileNotFoundError):
-        list(LOCAL.all_files(tree / "missing"))
+        list(listing.all_files(tree / "missing"))
 
 
-def test_entries_below_distinguish_files_from_directories(tree):
-    with pytest.raises(ValueError, match="to_a is a link to a directory"):
-        list(LOCAL.entries_below(tree))
-    (tree / "to_a").unlink()
-    assert dict(LOCAL.entries_below(tree)) == {
-        **{"a": False, "a/c": True, "a/d": True, "b": True, "broken": False},
-        **{"link": True, "z": False, "z/e": False, "z/e/f": True},
+def test_entries_are_files_directories_or_links(tree):
+    (tree / "loop").symlink_to("loop")
+    assert {tuple(entry) for entry in LOCAL.walk(tree, strict=True)} == {
+        *(("a", True, False, False), ("a/c", False, True, False)),
+        *(("a/d", False, True, False), ("b", False, True, False)),
+        *(("broken", False, False, True), ("link", False, True, True)),
+        *(("loop", False, False, True), ("to_a", True, False, True)),
+        *(("z", True, False, False), ("z/e", True, False, False)),
+        ("z/e/f", False, True, False),
     }
 
 
 def test_sizes_are_those_of_the_files(tree):
     links = sum((tree / name).lstat().st_size for name in ("broken", "link"))
-    assert LOCAL.known_size_below(tree) == 9 + links
+    assert listing.known_size_below(tree) == 9 + links
     assert LOCAL.known_size(tree / "a/d", tree) == 3
     assert LOCAL.known_size(tree / "link", tree) == 2
     with pytest.raises(ValueError, match="out of"):
         LOCAL.known_size(tree / "link", tree / "a")
     os.link(tree / "b", tree / "a" / "again")
-    assert sorted(LOCAL.disk_files(tree).values()) == [0, 2, 3, 4]
-    assert LOCAL.disk_files(tree / "missing") == {}
-    [(where, size)] = LOCAL.disk_files(tree / "b").items()
-    assert (where, size) == (
-        ((tree / "b").stat().st_dev, (tree / "b").stat().st_ino),
-        2,
-    )
+    counted = set()
+    assert disk_usage.on_disk(tree, counted) == (9, 9)
+    assert disk_usage.on_disk(tree / "b", counted) == (2, 0)
+    assert disk_usage.on_disk(tree / "missing", counted) == (0, 0)
 
 
 def test_a_file_that_goes_while_sizes_are_added_counts_nothing(tree, monkeypatch):
-    real = LOCAL.files_below(tree)
-    monkeypatch.setattr(LOCAL, "files_below", lambda path: [*real, "gone"])
-    assert LOCAL.known_size_below(tree) >= 9
+    real = listing.files_below(tree)
+    monkeypatch.setattr(listing, "files_below", lambda path: [*real, "gone"])
+    assert listing.known_size_below(tree) >= 9
 
 
 def test_a_changed_file_has_another_identity(tree):
@@ -252,7 +247,7 @@ def test_storage_operations_leave_no_file_open(tree):
         list(LOCAL.stream(tree / "b", tree, 2))
         LOCAL.read_into(tree / "b", [memoryview(bytearray(2))], offset=0, file_size=2)
         LOCAL.last_lines(tree / "b", 9)
-        LOCAL.forget_cached(tree / "b")
+        filesystem.forget_cached(tree / "b")
         LOCAL.append_lines(tree / "a/c", b"1\n", 9)
         with LOCAL.lock_file(tree / "b", tree):
             pass
@@ -279,13 +274,13 @@ def test_the_last_whole_lines_are_read(tmp_path, content, limit, lines):
 
 
 def test_forget_cached_ignores_missing_files(tree, monkeypatch):
-    LOCAL.forget_cached(tree / "missing")
+    filesystem.forget_cached(tree / "missing")
     advised = []
     monkeypatch.setattr(os, "posix_fadvise", lambda *given: advised.append(given[1:]))
-    LOCAL.forget_cached(tree / "b")
+    filesystem.forget_cached(tree / "b")
     assert advised == [(0, 0, os.POSIX_FADV_DONTNEED)]
     monkeypatch.delattr(os, "posix_fadvise")
-    LOCAL.forget_cached(tree / "b")
+    filesystem.forget_cached(tree / "b")
 
 
 # ---- writing ----------------------------------------------------------------------
@@ -589,14 +584,19 @@ def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
 
     size = copy(source, tmp_path / "8", markers={"PINNED": b"1\n"}, publish=publish)
     assert size == 7
-    assert sorted(LOCAL.files_below(tmp_path / "8")) == ["PINNED", "a/b", "c", "d/e/f"]
+    assert sorted(listing.files_below(tmp_path / "8")) == [
+        "PINNED",
+        "a/b",
+        "c",
+        "d/e/f",
+    ]
     assert (tmp_path / "8/a/b").read_bytes() == b"123"
     assert {name.partition("/")[2] for name in at_publish} == {
         *("", "a", "a/b", "c", "d", "d/e", "d/e/f", "PINNED")
     }
     assert permissions(tmp_path / "8") == 0o755
     copy(source, tmp_path / "9", lambda name: str(name) == "a/b", mode=0o750)
-    assert list(LOCAL.files_below(tmp_path / "9")) == ["a/b"]
+    assert listing.files_below(tmp_path / "9") == ["a/b"]
     assert permissions(tmp_path / "9/a/b") == 0o640
     with pytest.raises(errors.CheckpointExistsError):
         copy(source, tmp_path / "9")
@@ -725,12 +725,11 @@ def test_a_part_with_a_late_reader_gets_its_name_back_durably(
 
 def test_the_facts_of_a_disk(tmp_path):
     assert stat.S_ISDIR(tmp_path.stat().st_mode)
-    assert LOCAL.free_bytes(tmp_path) > 0
-    assert LOCAL.is_local(tmp_path)
-    assert LOCAL.kind(tmp_path)
-    for name in ("has_directories", "has_hard_links", "can_rename", "can_map"):
-        assert getattr(LOCAL, name) is True
+    assert filesystem.free_bytes(tmp_path) > 0
+    assert filesystem.is_local(tmp_path)
+    assert filesystem.kind(tmp_path)
+    assert LOCAL.can_map is True
     assert LOCAL.costs_requests is False
     assert LOCAL.kvstore(tmp_path, "a/")["path"] == f"{tmp_path}/a/"
     (tmp_path / "link").symlink_to("x")
-    assert LOCAL.real_path(tmp_path / "link") == str(tmp_path.resolve() / "x")
+    assert paths.real(tmp_path / "link") == str(tmp_path.resolve() / "x")

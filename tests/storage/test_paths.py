@@ -65,6 +65,10 @@ def test_prefixes_of_keys_act_as_directories(root):
     assert [p.name for p in root.glob("*.txt")] == ["2.txt"]
     assert [p.key for p in root.rglob("*.txt")] == ["run/1/b/d.txt", "run/2.txt"]
     assert root.tree() == {"1": {"a", "b"}, "10": {"x"}}
+    below = _storage.listing.files_below(root)
+    assert below == ["1/a", "1/b/c", "1/b/d.txt", "10/x", "2.txt"]
+    assert [*_storage.listing.all_files(root)] == [root / name for name in below]
+    assert _storage.listing.known_size_below(root) == 0
     _storage.of(root).remove_tree(root / "1")
     assert sorted(p.name for p in root.iterdir()) == ["10", "2.txt"]
 
