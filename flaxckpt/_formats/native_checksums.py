@@ -61,9 +61,12 @@ def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
     """
     if encoding is None or not encoding.checksum:
         return sys.maxsize
-    arrays = [chunks for _, chunks in _arrays_of(infos, encoding)]
+    return _choose_bytes(_arrays_of(infos, encoding))
+
+
+def _choose_bytes(arrays: Sequence[tuple[LeafInfo, _Chunks]]) -> int:
     return _zarr.checksums.choose_bytes(
-        [(c.total, c.segmented_bytes) for c in arrays if c.segmented_bytes]
+        [(c.total, c.segmented_bytes) for _, c in arrays if c.segmented_bytes]
     )
 
 
@@ -90,9 +93,10 @@ def of_written(
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}
-    segment_bytes = manifest.segment_bytes()
+    arrays = _arrays_of(manifest.infos, encoding)
+    segment_bytes = _choose_bytes(arrays)
     found = {}
-    for info, chunks in _arrays_of(manifest.infos, encoding):
+    for info, chunks in arrays:
         recorded = written.get(manifest.items.array_directory(info), {})
         keys = [chunk.key for chunk in _arrays.forms.chunks(info)]
         if values := [recorded[key] for key in keys]:

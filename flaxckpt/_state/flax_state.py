@@ -9,6 +9,7 @@ or one leaf in each branch of the state.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -33,12 +34,11 @@ from flaxckpt._types import LeafPath, PyTree
 Keys: TypeAlias = tuple[state_tree.Key, ...]
 
 
-def loaded_nnx() -> Any:
-    """Returns the module `flax.nnx` if imported; without it, no NNX objects exist.
+loaded_nnx: Callable[[], Any] = functools.partial(sys.modules.get, "flax.nnx")
+"""Returns the module `flax.nnx` if imported; without it, no NNX objects exist.
 
-    Importing it takes a tenth of a second, which users of linen would wait for.
-    """
-    return sys.modules.get("flax.nnx")
+Importing it takes a tenth of a second, which users of linen would wait for.
+"""
 
 
 def boxes() -> tuple[type, ...]:
