@@ -23,7 +23,7 @@ import numpy as np
 
 from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays import read_plan
-from flaxckpt._arrays.read_plan import Form, Span
+from flaxckpt._arrays.read_plan import ChunkForm, Span
 from flaxckpt._types import Shape
 from flaxckpt._zarr import chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
@@ -327,7 +327,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
 
 def from_files(
     raw: RawArray,
-    form: Form,
+    form: ChunkForm,
     regions: Sequence[Region],
     database: Database | None = None,
     *,
@@ -399,7 +399,7 @@ def from_files(
 
 def _block(
     raw: RawArray,
-    form: Form,
+    form: ChunkForm,
     chunk: zarr_metadata.Chunk,
     database: Database | None = None,
 ) -> Block:
@@ -425,7 +425,7 @@ def _block(
     )
 
 
-def _map(form: Form, blocks: Sequence[Block]) -> Bytes | None:
+def _map(form: ChunkForm, blocks: Sequence[Block]) -> Bytes | None:
     """Maps chunks contiguously; returns None if not possible."""
     if form.chunk_bytes < chunk_file.MAPPED_FROM or not form.is_run(len(blocks)):
         return None
@@ -450,7 +450,7 @@ def empty(shape: Shape, dtype: np.dtype[Any]) -> Array:
 
 
 def _fill(
-    form: Form, block: Block, parts: Sequence[tuple[Array, Region]], verify: bool
+    form: ChunkForm, block: Block, parts: Sequence[tuple[Array, Region]], verify: bool
 ) -> None:
     """Reads parts of a chunk: each a target, and the region of its values."""
     at_once = block.verified_at_once if verify else 1
@@ -479,7 +479,7 @@ def _fill(
         _state.numpy_dtypes.cast_into(target, form.values(buffer, bounds))
 
 
-def is_small(raw: RawArray, form: Form, database: Database) -> bool:
+def is_small(raw: RawArray, form: ChunkForm, database: Database) -> bool:
     """Returns True if an array in a database is read together with others.
 
     Raises:
@@ -494,7 +494,7 @@ def is_small(raw: RawArray, form: Form, database: Database) -> bool:
 
 def from_database(
     raw: RawArray,
-    form: Form,
+    form: ChunkForm,
     regions: Sequence[Region],
     database: Database,
     *,
@@ -535,7 +535,9 @@ def from_database(
     return Reading([], arrays)
 
 
-def _join(form: Form, region: Region, parts: Sequence[tuple[Region, Array]]) -> Array:
+def _join(
+    form: ChunkForm, region: Region, parts: Sequence[tuple[Region, Array]]
+) -> Array:
     """Returns the values of `region`, given the values of all parts of it."""
     if len(parts) == 1:
         return parts[0][1]
@@ -546,7 +548,7 @@ def _join(form: Form, region: Region, parts: Sequence[tuple[Region, Array]]) -> 
 
 
 def metadata_check(
-    raw: RawArray, form: Form, database: Database, *, verify: bool
+    raw: RawArray, form: ChunkForm, database: Database, *, verify: bool
 ) -> Callable[[], None] | None:
     """Requests the metadata of an array in an open database.
 

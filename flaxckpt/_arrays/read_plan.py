@@ -136,8 +136,8 @@ def batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[ReadJob]]:
 # ---- chunks ---------------------------------------------------------------------
 
 
-class Form:
-    """Form of an array's chunks."""
+class ChunkForm:
+    """How the chunks of an array lie in its files: encoding, shapes, layout."""
 
     def __init__(
         self,
@@ -241,10 +241,10 @@ class Form:
         return chunks == 1 or self.chunk_shape[1:] == self.shape[1:]
 
 
-_make_form = functools.lru_cache(maxsize=1024)(Form)  # many arrays are alike
+_make_form = functools.lru_cache(maxsize=1024)(ChunkForm)  # many arrays are alike
 
 
-def form_of(raw: RawArray, info: LeafInfo) -> Form:
+def form_of(raw: RawArray, info: LeafInfo) -> ChunkForm:
     assert info.chunk_shape is not None, info
     return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
 

@@ -233,7 +233,7 @@ def begin(snapshot: Snapshot) -> Iterator[Transaction]:
     final, options = snapshot.request.path, snapshot.request.options
     trees = snapshot.contents.manifest.items.trees
     if snapshot.request.is_item:
-        yield _storage.transaction.Part(final)
+        yield _storage.transaction.ItemTransaction(final)
         return
     # A run in a store has looked at its directory when it was opened.
     if snapshot.request.step is None or not _storage.paths.is_remote(final):

@@ -27,7 +27,7 @@ from flaxckpt._storage import (
     modes,
     temporary,
 )
-from flaxckpt._storage.stored_value import Entry, WrittenMarker
+from flaxckpt._storage.stored_value import WalkedEntry, WrittenMarker
 from flaxckpt._types import JSON
 
 _STREAM_BYTES = 2**20
@@ -88,7 +88,9 @@ class LocalStorage:
                 contents[name] = None
         return contents
 
-    def walk(self, directory: Path, /, *, strict: bool = False) -> Iterator[Entry]:
+    def walk(
+        self, directory: Path, /, *, strict: bool = False
+    ) -> Iterator[WalkedEntry]:
         waiting = [""]
         while waiting:
             inside = waiting.pop()
@@ -367,12 +369,12 @@ class LocalStorage:
         return aside
 
 
-def _entry(inside: str, entry: os.DirEntry[str]) -> Entry:
+def _entry(inside: str, entry: os.DirEntry[str]) -> WalkedEntry:
     path, is_link = inside + entry.name, entry.is_symlink()
     try:
-        return Entry(path, entry.is_dir(), entry.is_file(), is_link)
+        return WalkedEntry(path, entry.is_dir(), entry.is_file(), is_link)
     except OSError:  # such as a link to itself
-        return Entry(path, False, False, is_link)
+        return WalkedEntry(path, False, False, is_link)
 
 
 def _join_small(parts: Iterable[memoryview]) -> Iterator[memoryview]:

@@ -23,7 +23,7 @@ from flaxckpt._storage import (
 )
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import Entry, StoredValue, WrittenMarker
+from flaxckpt._storage.stored_value import StoredValue, WalkedEntry, WrittenMarker
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
@@ -67,10 +67,10 @@ class ObjectStorage:
 
     def walk(
         self, directory: RemotePath, /, *, strict: bool = False
-    ) -> Iterator[Entry]:
+    ) -> Iterator[WalkedEntry]:
         for key in directory.keys():  # noqa: SIM118
             is_placeholder = key.endswith("/")
-            yield Entry(key, is_placeholder, not is_placeholder, False)
+            yield WalkedEntry(key, is_placeholder, not is_placeholder, False)
 
     def known_size(self, file: RemotePath, within: RemotePath | None, /) -> int | None:
         return file.store.recorded_size(file.key)

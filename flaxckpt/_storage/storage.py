@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast
 from flaxckpt._storage.local_storage import LocalStorage
 from flaxckpt._storage.object_storage import ObjectStorage
 from flaxckpt._storage.paths import RemotePath
-from flaxckpt._storage.stored_value import Entry, WrittenMarker
+from flaxckpt._storage.stored_value import WalkedEntry, WrittenMarker
 from flaxckpt._types import JSON
 
 _Path = TypeVar("_Path", bound=Path, contravariant=True)
@@ -79,7 +79,9 @@ class Storage(Protocol[_Path]):
             FileNotFoundError: `directory` is missing.
         """
 
-    def walk(self, directory: _Path, /, *, strict: bool = False) -> Iterator[Entry]:
+    def walk(
+        self, directory: _Path, /, *, strict: bool = False
+    ) -> Iterator[WalkedEntry]:
         """Yields each entry below `directory`, in order; does not follow links.
 
         Args:

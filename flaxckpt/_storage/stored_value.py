@@ -18,7 +18,7 @@ class StoredValue(NamedTuple):
     generation: bytes
 
 
-class Entry(NamedTuple):
+class WalkedEntry(NamedTuple):
     """An entry below a directory.
 
     Attributes:

@@ -110,7 +110,7 @@ class Transaction(abc.ABC):
         """
 
 
-class Part(Transaction):
+class ItemTransaction(Transaction):
     """A part of a checkpoint that another program commits: only becomes durable."""
 
     def commit(
