@@ -161,6 +161,7 @@ WORK = {
 LONG = ("many optimizers, moved", "a restore that lacks everything")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", slow.all_but(WORK, WORK.keys() - LONG))
 def test_twice_the_leaves_are_twice_the_work(name):
     work = WORK[name]

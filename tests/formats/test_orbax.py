@@ -272,7 +272,7 @@ def save(root, state, *, dataset=None, step=STEP):
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
     ("name", "reader"),

@@ -256,7 +256,7 @@ def assert_exact_or_refused_or_shorter(case: Case, path: Path) -> bool:
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.path.is_file()], ids=lambda case: case.name
 )
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path, data):
     """They may change a name, a number or a type, but nothing else is read."""

@@ -76,6 +76,7 @@ def assert_equal(wanted, found):
 # ---- copies -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", maps.llama.targets)
 def test_a_head_that_equals_the_tied_embedding_is_left_out(tmp_path, target):
     tensors = published()

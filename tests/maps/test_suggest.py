@@ -24,7 +24,7 @@ AMBIGUOUS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
     recorded = read(name)

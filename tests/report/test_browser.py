@@ -109,6 +109,7 @@ def picture(opened, tmp_path, name):
     return path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_is_quiet_loads_nothing_and_fits(
@@ -232,6 +233,7 @@ def test_bars_and_rows_of_saves_are_the_seconds_of_the_journal(show, report):
         assert float(row["total"]) == save.total_secs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [*WIDTHS, WIDEST])
 def test_the_bars_of_a_save_are_below_each_other_and_use_the_width(show, report, width):
     page = show(report, width=width).page

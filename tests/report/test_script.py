@@ -60,6 +60,7 @@ def test_the_policy_allows_only_the_script_and_the_style_of_the_page(show, repor
     assert len([m for m in opened.messages if "Content Security Policy" in m]) >= 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [360, 1280, 1920])
 def test_the_pointer_shows_the_value_of_the_nearest_step_in_all_curves(
     show,  # noqa: F811
@@ -188,6 +189,7 @@ def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
     assert "params/head" not in leaves()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [360, 390, 800, 1280, 1920])
 def test_nothing_moves_while_values_are_read(show, report, width):  # noqa: F811
     page = show(report, width=width).page

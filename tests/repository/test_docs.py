@@ -116,7 +116,7 @@ DOCUMENTS = [
 ]
 
 
-SLOW = ("loops", "fine-tuning", "fine-tune-from-hugging-face")
+SLOW = ("loops", "fine-tuning", "fine-tune-from-hugging-face", "maps")
 
 
 @pytest.mark.parametrize(
