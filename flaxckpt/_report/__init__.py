@@ -6,14 +6,14 @@ too:
 
 | component | draws |
 |---|---|
-| `section_steps`, `section_saves`, `section_state`, `section_leaves`, `section_origin` | sections of a `Report`; `change_summary` and `change_tables` a `Change` alone |
+| `section_steps`, `section_saves`, `section_state`, `section_origin` | sections of a `Report`; `change_summary` and `change_tables` a `Change` alone |
 | `section.Section`, `section.legend` | a foldable section; a key of marks |
 | `cards.card`, `cards.cards` | a headline figure; several |
 | `tables.table` | a table that is sorted and searched |
 | `tree.tree`, `tree.entries` | leaves in folded containers; entries to insert into a tree |
-| `charts.curves`, `charts.timeline`, `charts.step_strip` | metrics and saves over steps |
-| `charts.treemap`, `charts.share_bar` | sizes |
-| `charts.small` | a line or a histogram in a cell |
+| `charts.treemap`, `charts.share_bar`, `charts.histogram` | sizes, and the values of a leaf |
+| `page.recorder` | the first screen: verdict, actions, the track over the steps |
+| `section.drawn` | a place in which the script draws from the data of the recorder |
 | `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
 
 No component has inline styles, handlers or identifiers of its own except sections
@@ -24,12 +24,11 @@ are its marks, which pages may set on other elements as well:
 | mark | effect |
 |---|---|
 | `<title>` in an SVG mark, `data-tip` on any element | the text beside the pointer |
-| `.plot[data-series][data-name][data-x][data-y]` | a cursor at the nearest step: `data-series` has `step,value,kind` for each point, `data-x` the first and last step, `data-y` (and `data-log`, of decimal logarithms) the lowest and highest value and their pixels |
-| `data-sync` | all plots inside show the same step |
-| `figure output` | the text of the cursor |
-| `tr[data-step]` | a pointer on the row shows the step in all plots |
+| `[data-charts]`, `[data-draw]` | the data of the page, and where `charts.js` draws them |
+| `tr[data-step]` | a pointer on the row shows the step in all curves; hidden outside of the chosen steps |
 | `button[data-action=expand]` | shows all rows of its `.table` without a box |
-| `button[data-action=log]` | switches its `figure` to `.log` axes |
+| `button[data-copy]` | copies a command, with the chosen step for `{step}` |
+| `button[data-series]` | shows and hides a run in all curves |
 | `th > button.sort` | sorts the rows by `td[data-v]`, or by the text |
 | `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text outside of closed folds and `data-path` (whole numbers match whole numbers); unfolds `[data-branch] > details`; counts in `output.found` |
 | `button[data-action=fold]`, `unfold` | all `[data-branch]` of the `data-scope` |
@@ -42,8 +41,8 @@ from flaxckpt._report import assets as assets
 from flaxckpt._report import cards as cards
 from flaxckpt._report import charts as charts
 from flaxckpt._report import data as data
+from flaxckpt._report import flight_recorder as flight_recorder
 from flaxckpt._report import section as section
-from flaxckpt._report import section_leaves as section_leaves
 from flaxckpt._report import section_origin as section_origin
 from flaxckpt._report import section_saves as section_saves
 from flaxckpt._report import section_state as section_state
@@ -59,9 +58,9 @@ from flaxckpt._report.integrity import find_news as find_news
 from flaxckpt._report.integrity import merge as merge
 from flaxckpt._report.integrity import stamp_files as stamp_files
 from flaxckpt._report.integrity import verify_step as verify_step
-from flaxckpt._report.page import alert as alert
 from flaxckpt._report.page import headline as headline
 from flaxckpt._report.page import page as page
+from flaxckpt._report.page import recorder as recorder
 
 __all__ = [
     "Report",
@@ -70,10 +69,10 @@ __all__ = [
     "cards",
     "charts",
     "data",
+    "flight_recorder",
     "gather",
     "page",
     "section",
-    "section_leaves",
     "section_origin",
     "section_saves",
     "section_state",

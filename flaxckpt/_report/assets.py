@@ -7,19 +7,23 @@ import functools
 import hashlib
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "static"
 
 
 @functools.cache
 def style() -> str:
-    """Returns the style sheet of the components."""
-    return (_FOLDER / "report.css").read_text(encoding="utf-8")
+    """Returns the style sheet of the components, and of uPlot."""
+    return _read("uPlot.min.css", "report.css")
 
 
 @functools.cache
 def script() -> str:
-    """Returns the script of the components; it handles events on the document."""
-    return (_FOLDER / "report.js").read_text(encoding="utf-8")
+    """Returns the scripts of the components, and uPlot, which draws the curves."""
+    return _read("uPlot.iife.min.js", "report.js", "charts.js")
+
+
+def _read(*names: str) -> str:
+    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
 def source_hash(text: str) -> str:

@@ -205,18 +205,32 @@ class Change(NamedTuple):
     damaged_items: Mapping[str, str] = MappingProxyType({})
 
 
+class Histogram(NamedTuple):
+    """The number of values in bins of equal width.
+
+    Attributes:
+        min: The lower edge of the first bin.
+        max: The upper edge of the last bin.
+        counts: The number of values in each bin.
+    """
+
+    min: float
+    max: float
+    counts: tuple[int, ...]
+
+
 class LeafHistory(NamedTuple):
     """Statistics of a leaf at the saves of a run, from samples of its values.
 
     Attributes:
         path: The leaf path.
         group: The part of the state, as of `ChangedLeaf`.
-        norms: Step -> the norm, ascending.
+        norms: Step -> the norm, ascending; NaN if a value in the sample is not finite.
         mean: The mean at the last step, as the next three.
         min: The smallest finite value.
         max: The largest finite value.
         nonfinite: The number of NaNs and infinities in the sample.
-        histogram: The number of values in bins of equal width from `min` to `max`.
+        histograms: Step -> the histogram of the finite values, of some steps.
     """
 
     path: str
@@ -226,7 +240,7 @@ class LeafHistory(NamedTuple):
     min: float
     max: float
     nonfinite: int
-    histogram: tuple[int, ...]
+    histograms: Mapping[int, Histogram]
 
 
 class Position(NamedTuple):

@@ -31,6 +31,7 @@ from flaxckpt._report import (
 from flaxckpt._report.data import (
     Change,
     ChangedLeaf,
+    Histogram,
     Integrity,
     LeafHistory,
     MetricValue,
@@ -52,6 +53,9 @@ _MOST_TRIED = 3
 """Steps that are tried for the sizes, as all may be unreadable."""
 
 _MOST_VERDICTS = 200
+
+_MOST_RIDGES = 12
+"""Steps of which the histograms are kept, from the first to the last."""
 
 _MOST_POSITIONS = 200
 _MOST_POSITIONS_IN_STORES = 10
@@ -425,22 +429,36 @@ def _leaf_histories(
     root: Path, repeated: Sequence[copies.Copy]
 ) -> tuple[LeafHistory, ...]:
     """Returns the recorded statistics of leaves; a step saved again counts once."""
+    recorded = {samples.step: samples for samples in _run.sample_log.read(root)}
+    steps = sorted(recorded)
     norms: dict[LeafPath, dict[int, float]] = {}
+    histograms: dict[LeafPath, dict[int, Histogram]] = {}
     last = {}
-    for samples in _run.sample_log.read(root):
-        for path, leaf in samples.leaves.items():
-            norms.setdefault(path, {})[samples.step] = leaf.norm
+    drawn = (
+        {
+            steps[round(n * (len(steps) - 1) / _MOST_RIDGES)]
+            for n in range(_MOST_RIDGES + 1)
+        }
+        if steps
+        else set()
+    )
+    for step in steps:
+        for path, leaf in recorded[step].leaves.items():
+            norms.setdefault(path, {})[step] = math.nan if leaf.nonfinite else leaf.norm
             last[path] = leaf
+            if step in drawn:
+                each = Histogram(leaf.min, leaf.max, leaf.histogram)
+                histograms.setdefault(path, {})[step] = each
     histories = [
         LeafHistory(
             path,
             _group(path, repeated),
-            dict(sorted(norms[path].items())),
+            norms[path],
             leaf.mean,
             leaf.min,
             leaf.max,
             leaf.nonfinite,
-            leaf.histogram,
+            histograms.get(path, {}),
         )
         for path, leaf in last.items()
     ]

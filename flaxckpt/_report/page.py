@@ -5,18 +5,19 @@ from __future__ import annotations
 import collections
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from flaxckpt._inspect import best_step
 from flaxckpt._report import (
     assets,
     data,
-    section_leaves,
+    flight_recorder,
     section_origin,
     section_saves,
     section_state,
     section_steps,
+    templates,
 )
 from flaxckpt._report.cards import card, cards
 from flaxckpt._report.data import MetricValue, Report
@@ -25,6 +26,7 @@ from flaxckpt._util import html, humanize
 
 _FIRST: Sequence[Callable[[Report], Section | None]] = (
     section_steps.metrics,
+    section_saves.leaves,
     section_steps.steps,
 )
 _RUN: Sequence[Callable[[Report], Section | None]] = (
@@ -35,7 +37,6 @@ _RUN: Sequence[Callable[[Report], Section | None]] = (
 )
 _STATE: Sequence[Callable[[Report], Section | None]] = (
     section_state.change,
-    section_leaves.leaves,
     section_state.sizes,
 )
 """The sections: across the page, and in its two columns on wide screens."""
@@ -51,7 +52,7 @@ def page(report: Report) -> str:
         html.element(
             "header",
             _header(report, name),
-            alert(report),
+            recorder(report),
             cards(*headline(report)),
             _navigation([section for column in columns for section in column]),
         ),
@@ -85,29 +86,29 @@ def _head(name: str) -> html.Markup:
     )
 
 
+def recorder(report: Report, actions: Mapping[str, str] | None = None) -> html.Markup:
+    """Returns the first screen: the verdict, actions and the track over the steps.
+
+    Args:
+        report: The data.
+        actions: Name of an action -> the command or the Python that it copies, with
+            `{step}`; by default those of a run.
+    """
+    return templates.render(
+        "recorder.html",
+        verdict=flight_recorder.judge(report),
+        data=flight_recorder.chart_data(report),
+        step=flight_recorder.choose_step(report) if report.is_run else None,
+        actions=flight_recorder.actions(report) if actions is None else actions,
+        has_track=report.is_run and bool(report.history),
+    )
+
+
 def _render(
     sections: Sequence[Callable[[Report], Section | None]], report: Report
 ) -> list[Section]:
     rendered = [section(report) for section in sections]
     return [section for section in rendered if section is not None]
-
-
-def alert(report: Report) -> html.Markup:
-    """Returns a line on damage at the top of the page."""
-    bad = [check for check in report.integrity if check.is_bad]
-    if not bad:
-        return html.NOTHING
-    steps = [f"{check.step:,}" for check in bad if check.step is not None]
-    shown = ", ".join(steps[:5]) + (" …" if len(steps) > 5 else "")
-    what = "The checkpoint is" if not steps else f"Step {shown} is"
-    if len(steps) > 1:
-        what = f"{len(steps):,} steps are"
-        shown = f": {shown}"
-    else:
-        shown = ""
-    text = f"{what} damaged or cannot be read{shown}. "
-    link = html.element("a", "What was found", href="#integrity")
-    return html.element("p", text, link, class_="alert")
 
 
 def _header(report: Report, name: str) -> html.Markup:

@@ -61,31 +61,23 @@ _OPTION = re.compile(r"(--[a-z][a-z-]*(?: [a-z]+:[\w:/]+)?)")
 
 
 def legend(items: Sequence[tuple[str, str]]) -> html.Markup:
-    """Returns the key of a picture from pairs of a mark's class and its meaning.
-
-    An empty class shows no mark.
-    """
-    entries = [
-        html.element("li", _swatch(class_) if class_ else html.NOTHING, name)
-        for class_, name in items
-    ]
+    """Returns the key of a picture from pairs of a mark's class and its meaning."""
+    entries = [html.element("li", _swatch(class_), name) for class_, name in items]
     return html.element("ul", *entries, class_="legend", aria_label="Key")
 
 
 def _swatch(class_: str) -> html.Markup:
     """Draws a small mark of a class, as in the picture."""
-    if class_ == "point best":
-        corners = "6,0.5 11.5,6 6,11.5 0.5,6"
-        mark = html.element("polygon", points=corners, class_=class_)
-    elif class_.startswith("point"):
-        mark = html.element("circle", cx=6, cy=6, r=4.2, class_=class_)
-    elif class_ in ("gone", "exists"):
-        mark = html.element("line", x1=6, x2=6, y1=0, y2=12, class_=class_)
-    else:
-        mark = html.element("rect", x=1, y=1, width=10, height=10, rx=2, class_=class_)
+    mark = html.element("rect", x=1, y=1, width=10, height=10, rx=2, class_=class_)
     return html.element(
         "svg", mark, viewBox="0 0 12 12", class_="swatch", aria_hidden="true"
     )
+
+
+def drawn(name: str, **attributes: object) -> html.Markup:
+    """Returns a place in which the script draws; see `PAINTERS` in `charts.js`."""
+    class_ = f"drawn {name}"
+    return html.element("div", class_=class_, data_draw=name, **attributes)
 
 
 def display_name(path: str | None) -> str:

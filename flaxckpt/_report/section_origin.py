@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import shlex
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from flaxckpt._formats.reader import Lineage
-from flaxckpt._report import section, tables
+from flaxckpt._report import section, tables, templates
 from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
@@ -58,39 +58,27 @@ def dataset(report: Report) -> Section | None:
 # ---- lineage ----------------------------------------------------------------------
 
 
-def lineage(report: Report) -> Section | None:
-    """Returns the section on the checkpoints that the run started from."""
+def lineage(
+    report: Report, *, links: Mapping[str, html.Markup] = MappingProxyType({})
+) -> Section | None:
+    """Returns the section on the checkpoints that the run started from.
+
+    Args:
+        report: The data.
+        links: Path of a run or checkpoint -> the address of its page.
+    """
     if not report.lineage:
         return None
-    here = html.element(
-        "li",
-        html.element("strong", section.display_name(report.path) or report.path),
-        html.element("p", "this run" if report.is_run else "this checkpoint"),
-        class_="here",
+    picture = templates.render(
+        "lineage.html",
+        origins=report.lineage[::-1],
+        links=links,
+        name=section.display_name(report.path) or report.path,
+        kind="this run" if report.is_run else "this checkpoint",
+        display_name=section.display_name,
     )
-    items = [_origin(source) for source in reversed(report.lineage)]
-    return Section(
-        "lineage",
-        "Lineage",
-        "The run started from another checkpoint, as each step records.",
-        [html.element("ol", *items, here, class_="lineage")],
-    )
-
-
-def _origin(source: Lineage) -> html.Markup:
-    parts: list[object] = [html.element("strong", source.path)]
-    identity = [] if source.step is None else [f"step {source.step}"]
-    if source.digest is not None:
-        identity.append(source.digest)
-    if identity:
-        parts.append(html.element("p", ", ".join(identity), class_="digest"))
-    if source.transforms:
-        changes = [
-            html.element("li", html.element("code", transform))
-            for transform in source.transforms
-        ]
-        parts.append(html.element("ul", *changes, aria_label="Changes"))
-    return html.element("li", *parts, data_path=source.path, data_step=source.step)
+    text = "The run started from another checkpoint, as each step records."
+    return Section("lineage", "Lineage", text, [picture])
 
 
 # ---- integrity --------------------------------------------------------------------

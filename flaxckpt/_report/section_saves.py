@@ -1,13 +1,13 @@
-"""The section on saves, with the time that training waited."""
+"""The sections on saves: the time that training waited, and the layers at each."""
 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 
 from flaxckpt._report import section, tables
-from flaxckpt._report.charts import timeline
-from flaxckpt._report.data import Report, Save
+from flaxckpt._report.data import LeafHistory, Report, Save
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
@@ -20,51 +20,12 @@ def saves(report: Report) -> Section:
     if not report.saves:
         note = report.notes.get("saves", "The journal records no saves.")
         return Section("saves", "Saves", note)
-    others = [
-        timeline.TimelineEvent(event.time, event.kind, _describe(event.step, event.why))
-        for event in report.happened
-        if event.kind != "deleted"
-    ]
-    others += [
-        timeline.TimelineEvent(
-            save.began, "failed", _describe(save.step, save.error or "")
-        )
-        for save in report.saves
-        if save.outcome == "failed"
-    ]
-    key = section.legend(
-        [
-            ("bar blocked", "training waited"),
-            ("bar behind", "written in the background"),
-            *_glyphs(report),
-        ]
-    )
-    body = [timeline.timeline(report.saves, others), key]
+    body = [section.drawn("saves")]
     bad = [_failed_row(s) for s in report.saves[::-1] if s.outcome != "durable"]
     if bad:
         title = "Saves that did not become durable, the newest first"
         body.append(tables.table(title, _FAILED_COLUMNS, bad[:_MOST_ROWS]))
     return Section("saves", "Saves", _summary(report.saves), body)
-
-
-def _describe(step: int | None, why: str) -> str:
-    name = "" if step is None else f"step {step}"
-    return ", ".join(filter(None, (name, why)))
-
-
-def _glyphs(report: Report) -> list[tuple[str, str]]:
-    kinds = {event.kind for event in report.happened}
-    if any(save.outcome == "failed" for save in report.saves):
-        kinds.add("failed")
-    labels = {
-        "restored": "▲ restored",
-        "preempted": "■ preempted",
-        "fell_back": "◆ fell back",
-        "found_damaged": "▼ found damaged",
-        "found_good": "△ found good",
-        "failed": "× failed",  # noqa: RUF001
-    }
-    return [("", label) for kind, label in labels.items() if kind in kinds]
 
 
 def _summary(saves: Sequence[Save]) -> str:
@@ -76,10 +37,8 @@ def _summary(saves: Sequence[Save]) -> str:
     if total:
         text += (
             f" Training waited {humanize.secs(blocked)} of the"
-            f" {humanize.secs(total)}"
-            f" that they took ({blocked / total:.0%}), {humanize.secs(longest)}"
-            " at most"
-            " for one."
+            f" {humanize.secs(total)} that they took ({blocked / total:.0%}),"
+            f" {humanize.secs(longest)} at most for one."
         )
     counts = collections.Counter(save.outcome for save in saves)
     if counts["failed"]:
@@ -109,3 +68,81 @@ def _failed_row(save: Save) -> tables.TableRow:
     ]
     data = {"data_step": save.step, "data_outcome": save.outcome}
     return tables.TableRow(cells, data, "bad" if save.has_failed else None)
+
+
+# ---- layers -----------------------------------------------------------------------
+
+_MOST_LEAVES = 300
+
+
+def leaves(report: Report) -> Section | None:
+    """Returns the section on recorded statistics; None if there are none."""
+    histories = report.leaf_histories
+    if not histories:
+        return None
+    steps = {step for leaf in histories for step in leaf.norms}
+    summary = (
+        f"Statistics of {humanize.count(len(histories), 'leaf', 'leaves')} at"
+        f" {humanize.count(len(steps), 'save')}, from samples that the saves took."
+    )
+    bad = [leaf for leaf in histories if leaf.nonfinite or _lost(leaf)]
+    if bad:
+        verb = "has" if len(bad) == 1 else "have"
+        count = humanize.count(len(bad), "leaf", "leaves")
+        summary += f" {count} {verb} NaNs or infinities."
+    shown = histories[:_MOST_LEAVES]
+    caption = "The parameters first; the norm, and the last values"
+    if len(histories) > len(shown):
+        caption += f" ({len(shown)} of {len(histories):,} leaves)"
+    table = tables.table(
+        caption, _LEAF_COLUMNS, [_leaf_row(leaf) for leaf in shown], what="leaves"
+    )
+    folded = html.element("details", html.element("summary", "Numbers"), table)
+    return Section(
+        "leaves",
+        "Layers over steps",
+        f"{summary} {_HOW}",
+        [section.drawn("layers"), folded],
+    )
+
+
+_HOW = (
+    "Colours are the relative change of a layer's norm since the save before; a layer"
+    " unfolds the histograms of its leaves."
+)
+
+
+_LEAF_COLUMNS = [
+    tables.Column("leaf"),
+    tables.Column("norm", is_number=True),
+    tables.Column("since the first", is_number=True),
+    tables.Column("min", is_number=True),
+    tables.Column("mean", is_number=True),
+    tables.Column("max", is_number=True),
+    tables.Column("not finite", is_number=True),
+]
+
+
+def _lost(leaf: LeafHistory) -> bool:
+    return not all(math.isfinite(norm) for norm in leaf.norms.values())
+
+
+def _leaf_row(leaf: LeafHistory) -> tables.TableRow:
+    norms = [*leaf.norms.values()]
+    first, last = norms[0], norms[-1]
+    growth = last / first if first else math.nan
+    cells = [
+        leaf.path,
+        _number(last),
+        tables.TableCell(f"× {growth:.3g}", growth) if math.isfinite(growth) else "",  # noqa: RUF001
+        *map(_number, (leaf.min, leaf.mean, leaf.max)),
+        f"{leaf.nonfinite:,}" if leaf.nonfinite else "",
+    ]
+    data: dict[str, object] = {"data_path": leaf.path, "data_norm": last}
+    return tables.TableRow(
+        cells, data, "bad" if leaf.nonfinite or _lost(leaf) else None
+    )
+
+
+def _number(value: float) -> tables.TableCell:
+    return tables.TableCell(f"{value:.3g}", value)

@@ -7,16 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import section, tables
-from flaxckpt._report.charts import curves, step_strip
-from flaxckpt._report.data import Mark, MetricValue, Report
+from flaxckpt._report import flight_recorder, section, tables
+from flaxckpt._report.data import Mark, Report
 from flaxckpt._report.section import Section
 from flaxckpt._util import html, humanize
 
-_MOST_CURVES = 12
 _MOST_COLUMNS = 4
 _MOST_KEPT = 4
-_MOST_ROWS = 1000
+_MOST_ROWS = 500
 """Row limit of the table, which keeps the page of a long run small."""
 
 
@@ -29,25 +27,13 @@ def metrics(report: Report) -> Section:
         return _checkpoint_metrics(report)
     if not report.metrics:
         return Section("metrics", "Metrics", "No metrics are stored with the steps.")
-    drawn = {
-        name: values
+    drawn = [
+        name
         for name, values in report.metrics.items()
         if any(math.isfinite(point.value) for point in values)
-    }
-    shown = list(drawn.items())[:_MOST_CURVES]
-    main = [] if len(shown) == 2 else shown[:1]  # two are beside each other
-    figures = [curves.curve(*each, is_main=True) for each in main]
-    others = [curves.curve(*each) for each in shown[len(main) :]]
-    figures.append(html.element("div", *others, class_="figures"))
-    return Section(
-        "metrics",
-        "Metrics",
-        _metrics_summary(report.metrics, drawn),
-        [
-            html.element("div", *figures, data_sync=""),
-            section.legend(_key([p for ps in drawn.values() for p in ps])),
-        ],
-    )
+    ]
+    others = [section.drawn("metrics")] if len(drawn) > 1 else []
+    return Section("metrics", "Metrics", _metrics_summary(report, drawn), others)
 
 
 def _checkpoint_metrics(report: Report) -> Section:
@@ -70,11 +56,8 @@ def _checkpoint_metrics(report: Report) -> Section:
     return Section("metrics", "Metrics", text, [table])
 
 
-def _metrics_summary(
-    all_metrics: Mapping[str, Sequence[MetricValue]],
-    drawn: Mapping[str, Sequence[MetricValue]],
-) -> str:
-    points = [point for values in all_metrics.values() for point in values]
+def _metrics_summary(report: Report, drawn: Sequence[str]) -> str:
+    points = [point for values in report.metrics.values() for point in values]
     steps = len({point.step for point in points})
     gone = len({point.step for point in points if point.is_deleted})
     text = humanize.count(steps, "saved step")
@@ -84,25 +67,12 @@ def _metrics_summary(
             " Only a policy defines which step is best: pass --keep best:1:NAME:min, or"
             " --config."
         )
-    if len(drawn) > _MOST_CURVES:
-        text += f" The first {_MOST_CURVES} of {len(drawn)} are drawn."
-    missing = [name for name in all_metrics if name not in drawn]
+    if len(drawn) > flight_recorder.MOST_METRICS:
+        text += f" The first {flight_recorder.MOST_METRICS} of {len(drawn)} are drawn."
+    missing = [name for name in report.metrics if name not in drawn]
     if missing:
         text += f" Never finite: {', '.join(missing[:5])}."
     return text
-
-
-def _key(points: Sequence[MetricValue]) -> list[tuple[str, str]]:
-    items = [("point kept", "kept")]
-    if any(curves.is_going(point) for point in points):
-        items.append(("point goes", "would be deleted"))
-    if any(point.is_deleted for point in points):
-        items.append(("point deleted", "deleted since"))
-    if any(point.best == "best" and not point.is_bad for point in points):
-        items.append(("point best", "best"))
-    if any(point.is_bad for point in points):
-        items.append(("point unusable", "damaged, or not readable"))
-    return items
 
 
 # ---- steps ------------------------------------------------------------------------
@@ -123,43 +93,13 @@ def steps(
     if not report.history:
         return Section("steps", "Steps", "There are no steps yet.")
     existing = {s.step: s for s in report.steps if s.step is not None}
-    gone = [s.step for s in report.history if not s.exists]
-    kinds = _kinds(report)
-    faults = report.faults
-    kept = {n: _why(report, step, faults.get(n)) for n, step in existing.items()}
-    is_dense = len(kept) > step_strip.FEW
-    items = [("exists" if is_dense else "point kept", "exists"), ("gone", "deleted")]
-    if kinds:
-        shown = set(kinds.values())
-        items[1:1] = [
-            (f"point {kind}", name) for kind, name in _SPECIAL.items() if kind in shown
-        ]
+    gone = sum(not saved.exists for saved in report.history)
     return Section(
         "steps",
         "Steps",
-        _steps_summary(report, len(gone)),
-        [
-            step_strip.strip(kept, gone, kinds),
-            section.legend(items if gone else items[:-1]),
-            *_table(report, existing, most, rest),
-        ],
+        _steps_summary(report, gone),
+        _table(report, existing, most, rest),
     )
-
-
-_SPECIAL = {"best": "best", "unusable": "damaged, or not readable"}
-"""Kind of a point -> its meaning."""
-
-
-def _kinds(report: Report) -> dict[int, str]:
-    """Returns best and damaged steps -> the kind of their point."""
-    kinds = {}
-    for number, marks in report.marks.items():
-        shown = {mark.kind for mark in marks}
-        if number is not None and "best" in shown:
-            kinds[number] = "best"
-        elif number is not None and not _BAD.isdisjoint(shown):
-            kinds[number] = "unusable"
-    return kinds
 
 
 def _steps_summary(report: Report, gone: int) -> str:

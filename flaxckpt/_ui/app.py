@@ -212,6 +212,6 @@ def _static_files() -> dict[str, _File]:
         "report.js": _File(_report.assets.script().encode(), script),
         **{
             name: _File((folder / name).read_bytes(), script)
-            for name in ("htmx.min.js", "ui.js")
+            for name in ("htmx.min.js", "idiomorph.min.js", "ui.js")
         },
     }

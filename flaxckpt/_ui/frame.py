@@ -31,7 +31,7 @@ _HTMX = {
     "responseHandling": [{"code": ".*", "swap": True}],
 }
 
-SCRIPTS = ("htmx.min.js", "report.js", "ui.js")
+SCRIPTS = ("htmx.min.js", "idiomorph.min.js", "report.js", "ui.js")
 STYLE = "style.css"
 
 
@@ -73,6 +73,7 @@ def page(
         html.element("main", *content),
         _footer(workspace, place),
         class_="ui",
+        hx_ext="morph",
         data_events=None if version is None else _events(place, version),
     )
     document = html.element("html", head, body, lang="en")

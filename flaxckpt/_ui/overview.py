@@ -17,9 +17,7 @@ _MOST_STEPS = 200
 """More rows would answer slowly to a click on a heading."""
 
 _STATE: Sequence[Callable[[Report], Section | None]] = (
-    _report.section_leaves.leaves,
     functools.partial(_report.section_state.sizes, has_tree=False),
-    _report.section_origin.lineage,
     _report.section_origin.dataset,
 )
 """The sections of the second column; changes and leaves have their own views."""
@@ -41,6 +39,7 @@ def show(workspace: Workspace, place: Location) -> html.Markup:
         id="sections",
         hx_get=address("/run/sections", run=place.name),
         hx_trigger="run-changed from:body",
+        hx_swap="morph:innerHTML",
     )
     return frame.page(
         workspace,
@@ -74,24 +73,35 @@ def _content(
         type="button",
         hx_get=address("/run/sections", run=place.name, all=1),
         hx_target="#sections",
+        hx_swap="morph:innerHTML",
     )
     steps = _report.section_steps.steps(
         report, most=len(report.history) if most is None else most, rest=show_all
     )
     run = [_report.section_saves.saves(report), _integrity(report, place)]
     state = [section(report) for section in _STATE]
+    links = {
+        str(each.path): address("/run", run=each.name)
+        for each in workspace.places.runs.values()
+    }
+    leaves = _report.section_saves.leaves(report)
+    lineage = _report.section_origin.lineage(report, links=links)
     columns = []
     for sections in (run, state):
         markup = [section.markup() for section in sections if section is not None]
         columns.append(html.element("div", *markup, class_="column"))
     return html.join(
         [
-            _report.alert(report),
+            _report.recorder(report),
             _report.cards.cards(*_report.headline(report)),
             html.element(
                 "div",
                 _report.section_steps.metrics(report).markup(),
-                html.NOTHING if steps is None else steps.markup(),
+                *[
+                    each.markup()
+                    for each in (leaves, steps, lineage)
+                    if each is not None
+                ],
                 *columns,
                 class_="columns",
             ),

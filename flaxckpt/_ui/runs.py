@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
@@ -35,6 +35,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         id="runs",
         hx_get="/runs",
         hx_trigger="load, run-changed from:body",
+        hx_swap="morph:innerHTML",
     )
     name = places.root.name or str(places.root)
     return frame.page(workspace, name, content, version="")
@@ -97,7 +98,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
         [
             html.element("div", data_version=version, hidden=""),
             _reading(waiting) if waiting else html.NOTHING,
-            _metrics_section(metrics, names),
+            _metrics_section(metrics, names, _live(reports)),
             html.element(
                 "section",
                 html.element("h2", "Runs"),
@@ -121,29 +122,33 @@ def _metrics(reports: Mapping[str, Report]) -> dict[str, dict[str, list[MetricVa
 
 
 def _metrics_section(
-    metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]], runs: Sequence[str]
+    metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]],
+    runs: Sequence[str],
+    live: Collection[str],
 ) -> html.Markup:
+    """Returns the metrics of all runs, and buttons that show and hide runs.
+
+    Args:
+        metrics: Metric -> run -> its values.
+        runs: The names of all runs; the place of a name decides its colour.
+        live: The runs that have saved a moment ago.
+    """
     if not metrics:
         return html.NOTHING
-    numbers = {run: n for n, run in enumerate(runs)}
     shown = dict([*metrics.items()][:_MOST_CURVES])
-    figures = [
-        _report.charts.run_curves.run_curves(
-            name, {numbers[run]: (run, values) for run, values in series.items()}
-        )
-        for name, series in shown.items()
-    ]
-    drawn = {run for series in shown.values() for run in series}
-    return html.element(
-        "section",
-        html.element("h2", "Metrics of all runs"),
-        html.element("div", *figures, class_="figures"),
-        _report.charts.run_curves.key(
-            {numbers[run]: run for run in runs if run in drawn}
-        ),
-        id="metrics",
-    )
+    return _report.flight_recorder.draw_runs(shown, runs, live)
 
+
+def _live(reports: Mapping[str, Report]) -> set[str]:
+    """Returns the runs that have saved in the last minutes."""
+    return {
+        run
+        for run, report in reports.items()
+        if any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
+    }
+
+
+_LIVE_SECS = 600.0
 
 # ---- the table --------------------------------------------------------------------
 

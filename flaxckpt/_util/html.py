@@ -11,9 +11,13 @@ from flaxckpt._util import humanize
 
 
 class Markup(str):
-    """HTML text; elements escape any other text."""
+    """HTML text; elements escape any other text, and so do templates."""
 
     __slots__ = ()
+
+    def __html__(self) -> str:
+        """Returns the text itself, for templates."""
+        return self
 
 
 NOTHING = Markup("")

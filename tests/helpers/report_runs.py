@@ -1,6 +1,8 @@
 """A small run with data for all sections of a report, and a parser of the page."""
 
 import html.parser
+import json
+import re
 
 import jax.numpy as jnp
 import optax
@@ -54,6 +56,12 @@ def damage(step_directory):
     """Removes one byte of an array."""
     largest = largest_file(step_directory / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def charts_of(page):
+    """Returns the data that the script of a page draws."""
+    [text] = re.findall("<div data-charts hidden>(.*?)</div>", page, re.DOTALL)
+    return json.loads(text)
 
 
 class Elements(html.parser.HTMLParser):

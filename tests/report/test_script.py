@@ -60,6 +60,14 @@ def test_the_policy_allows_only_the_script_and_the_style_of_the_page(show, repor
     assert len([m for m in opened.messages if "Content Security Policy" in m]) >= 3
 
 
+def point_at_step(opened, step, metric="eval/loss"):
+    """Moves the pointer to the place of a step in a curve; returns the tip."""
+    low, high = min(LOSSES), max(LOSSES)
+    part = (step - low) / (high - low)
+    point_at(opened, f"figure[data-metric='{metric}'] .u-over", min(part, 0.999))
+    return tip(opened)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [360, 1280, 1920])
 def test_the_pointer_shows_the_value_of_the_nearest_step_in_all_curves(
@@ -68,10 +76,8 @@ def test_the_pointer_shows_the_value_of_the_nearest_step_in_all_curves(
     width,
 ):
     opened = show(report, width=width)
-    low, high = min(LOSSES), max(LOSSES)
     for step in (10, 30, 50, 80):
-        point_at(opened, f"{LOSS} .plot", min(0.995, (step + 1 - low) / (high - low)))
-        text = tip(opened)
+        text = point_at_step(opened, step)
         assert text.startswith(f"eval/loss\nstep {step}: {LOSSES[step]:.6g}"), text
         assert ("deleted since" in text) == (step not in LASTS)
         [other] = opened.texts("figure[data-metric='eval/accuracy'] output")
@@ -89,15 +95,19 @@ def test_a_tap_shows_a_value(browser, report, tmp_path):  # noqa: F811
     )
     page = context.new_page()
     page.goto(file.as_uri())
-    page.locator(f"{LOSS} .plot").tap()
+    page.locator(f"{LOSS} .u-over").tap()
     assert re.match(r"eval/loss\nstep \d+: 0\.", page.text_content(".tip"))
     context.close()
 
 
 def test_marks_of_other_pictures_show_their_texts(show, report):  # noqa: F811
     opened = show(report)
-    point_at(opened, "#saves rect.behind[data-step='80']", 0.5)
-    assert "step 80: written in the background" in tip(opened)
+    width = opened.page.eval_on_selector("canvas.lanes", "each => each.clientWidth")
+    last = 1 - 19 / width  # the margin at the right, and a pixel
+    point_at(opened, "canvas.lanes", last, height=0.2)
+    assert tip(opened) == "step 80: kept"
+    point_at(opened, "canvas.lanes", last, height=0.85)
+    assert tip(opened).startswith("step 80: training waited ")
     point_at(opened, "#sizes .wide g[data-path='params/trunk/kernel']", 0.5)
     assert "2.05 kB" in tip(opened)
     point_at(opened, "#sizes .share[data-path='opt_state/0/mu']", 0.5)
@@ -107,36 +117,136 @@ def test_marks_of_other_pictures_show_their_texts(show, report):  # noqa: F811
 
 def test_arrow_keys_move_the_cursor(show, report):  # noqa: F811
     opened = show(report)
-    opened.page.focus(f"{LOSS} .plot")
+    opened.page.focus(f"{LOSS} .u-over")
     seen = []
     for key in ("Home", "ArrowRight", "ArrowRight", "End", "ArrowLeft"):
         opened.page.keyboard.press(key)
         seen.append(int(opened.texts(f"{LOSS} output")[0].split(":")[0].split()[1]))
     assert seen == [10, 20, 30, 80, 70]
+    opened.page.keyboard.press("Enter")
+    assert opened.texts("menu.actions .chosen") == ["Step 70"]
 
 
-def test_the_log_axis_is_switched_on_and_off(show, report):  # noqa: F811
+def shown_steps(opened):
+    """Returns the steps of the rows that are shown, and what the page says of them."""
+    rows = visible(opened, "#steps tbody tr")
+    said = opened.texts("output.range")[0]
+    return {int(row.get_attribute("data-step")) for row in rows}, said
+
+
+def test_a_part_of_the_steps_is_shown_everywhere(show, report):  # noqa: F811
     opened = show(report)
-    assert len(visible(opened, f"{LOSS} .linear")) == 2
-    assert visible(opened, f"{LOSS} .log") == []
-    opened.page.click(f"{LOSS} [data-action=log]")
-    assert opened.page.get_attribute(f"{LOSS} [data-action=log]", "aria-pressed")
-    assert visible(opened, f"{LOSS} .linear") == []
-    places = opened.page.eval_on_selector_all(
-        f"{LOSS} .log circle[data-value]",
-        "found => found.map(e => [+e.dataset.value, e.cy.baseVal.value])",
-    )
-    logs, tops = np.log([v for v, _ in places]), np.array([y for _, y in places])
-    slope, start = np.polyfit(logs, tops, 1)
-    assert slope < 0
-    np.testing.assert_allclose(slope * logs + start, tops, atol=0.1)
-    point_at(opened, f"{LOSS} .plot", 0.99)
-    cursor = opened.page.eval_on_selector(
-        f"{LOSS} .cursor circle", "e => e.cy.baseVal.value"
-    )
-    assert cursor == pytest.approx(slope * np.log(LOSSES[80]) + start, abs=0.2)
-    opened.page.click(f"{LOSS} [data-action=log]")
-    assert visible(opened, f"{LOSS} .log") == []
+    mouse = opened.page.mouse
+    box = opened.page.locator(f"{LOSS} .u-over").bounding_box()
+    middle = box["y"] + box["height"] / 2
+    mouse.move(box["x"] + 0.4 * box["width"], middle)  # 38
+    mouse.down()
+    mouse.move(box["x"] + 0.8 * box["width"], middle, steps=4)  # 66
+    mouse.up()
+    assert shown_steps(opened) == ({40, 50, 60}, "steps 38 to 66")
+    opened.page.focus("canvas.brush")
+    opened.page.keyboard.press("ArrowRight")
+    assert shown_steps(opened) == ({50, 60, 70}, "steps 45 to 73")
+    opened.page.click("[data-action=all-steps]")
+    assert shown_steps(opened) == ({*LOSSES}, "all steps")
+    box = opened.page.locator("canvas.brush").bounding_box()
+    mouse.move(box["x"] + 62, box["y"] + 9)
+    mouse.down()
+    mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 9, steps=4)
+    mouse.up()
+    steps, said = shown_steps(opened)
+    assert steps == {10, 20, 30, 40}
+    assert said.startswith("steps 10 to 4")
+    opened.page.keyboard.press("Escape")
+    assert shown_steps(opened)[1] == "all steps"
+    assert opened.messages == []
+
+
+def pixels(opened, selector):
+    return opened.page.eval_on_selector(selector, "each => each.toDataURL()")
+
+
+def test_the_log_axis_and_smoothing_draw_another_curve(show, report):  # noqa: F811
+    opened = show(report)
+    canvas = f"{LOSS} canvas"
+    seen = [pixels(opened, canvas)]
+    log = opened.page.locator(f"{LOSS} [data-action=log-axis]")
+    log.click()
+    assert log.get_attribute("aria-pressed") == "true"
+    seen.append(pixels(opened, canvas))
+    log.click()
+    assert pixels(opened, canvas) == seen[0]
+    opened.page.fill("input[data-smooth]", "0.9")
+    seen.append(pixels(opened, canvas))
+    assert len({*seen}) == 3
+    assert opened.messages == []
+
+
+def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
+    opened = show(report)
+    opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+
+    def copy(name):
+        opened.page.click(f"menu.actions button:text-is('{name}')")
+        opened.page.wait_for_selector("menu.actions output:not(:empty)")
+        return opened.page.evaluate("navigator.clipboard.readText()")
+
+    assert opened.texts("menu.actions .chosen") == ["Step 80"]
+    opened.page.click("#steps tr[data-step='50'] th")
+    assert opened.texts("menu.actions .chosen") == ["Step 50"]
+    code = copy("Resume from here")
+    state = {}
+    exec(f"import flaxckpt\n{code}", state | {"state": None}, state)
+    assert int(state["state"].step) == 50
+    assert copy("Compare") == f"flaxckpt diff {report.path} 50 80"
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    """The report of a run whose layer `b` grows, and is NaN from step 40 on."""
+    root = tmp_path_factory.mktemp("diverged") / "run"
+    keep = [flaxckpt.policies.BestN(1, "loss", "min"), flaxckpt.policies.LatestN(2)]
+    with flaxckpt.Checkpointer(root, keep=keep) as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=10, statistics=True, check_step=False
+        )
+        for step in range(10, 70, 10):
+            grown = np.nan if step >= 40 else 10.0**step
+            layers = {
+                "a": {"w": np.full(8, 1 + step / 1e4)},
+                "b": {"w": grown * np.ones(8)},
+            }
+            loss = np.nan if step >= 40 else 1 / step
+            on_step(step, {"params": layers}, metrics={"loss": loss})
+    return _report.gather(root, _report.ReportOptions())
+
+
+def test_a_run_that_diverged_says_where_and_how_to_go_on(show, diverged):  # noqa: F811
+    opened = show(diverged)
+    [verdict] = opened.texts(".verdict")
+    assert verdict.startswith("Diverged at 40: NaN since; last finite step 30 is kept")
+    assert opened.texts("menu.actions .chosen") == ["Step 30"]
+    assert opened.messages == []
+
+
+def test_the_layer_that_diverged_first_is_seen_and_unfolded(show, diverged):  # noqa: F811
+    opened = show(diverged)
+    assert opened.texts(".layer") == ["params/a", "params/b"]
+    point_at(opened, "[data-layer='params/b'] canvas", 0.3)
+    assert tip(opened).startswith("params/b, step 30\nthe norm changed by 10")
+    point_at(opened, "[data-layer='params/b'] canvas", 0.5)
+    assert tip(opened) == "params/b, step 40\nnot finite"
+    point_at(opened, "[data-layer='params/a'] canvas", 0.5)
+    assert "changed by 0.00" in tip(opened)
+    assert visible(opened, ".ridges canvas") == []
+    opened.page.click("[data-layer='params/b'] canvas")
+    [leaf] = visible(opened, ".ridges figcaption")
+    assert leaf.text_content() == "params/b/w"
+    layer = opened.page.locator("[data-layer='params/b'] button")
+    assert layer.get_attribute("aria-expanded") == "true"
+    layer.press("Enter")
+    assert visible(opened, ".ridges canvas") == []
+    assert opened.messages == []
 
 
 def test_columns_are_sorted_by_their_values(show, report):  # noqa: F811
@@ -193,10 +303,10 @@ def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
 @pytest.mark.parametrize("width", [360, 390, 800, 1280, 1920])
 def test_nothing_moves_while_values_are_read(show, report, width):  # noqa: F811
     page = show(report, width=width).page
-    tops = """() => [...document.querySelectorAll('[data-metric] .plot, section')]
+    tops = """() => [...document.querySelectorAll('[data-metric] .u-over, section')]
         .map(each => each.getBoundingClientRect().top + scrollY)"""
     before = page.evaluate(tops)
-    page.hover(f"{LOSS} .plot", position={"x": 60, "y": 80})
+    page.hover(f"{LOSS} .u-over", position={"x": 60, "y": 80})
     [reading] = page.locator(f"{LOSS} output").all_text_contents()
     assert reading.startswith("step ")
     assert page.locator(f"{LOSS} .facts").is_hidden()
@@ -269,9 +379,9 @@ def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa
 def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
     opened = show(report)
     opened.page.click("#saves > details > summary")
-    assert visible(opened, "#saves .plot") == []
+    assert visible(opened, "#saves .u-over") == []
     opened.page.click("nav a[href='#saves']")
-    assert visible(opened, "#saves .plot") != []
+    assert visible(opened, "#saves .u-over") != []
 
 
 def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
@@ -292,15 +402,13 @@ def test_fragments_that_are_inserted_later_are_alive(show, report):  # noqa: F81
         """() => {
             const copy = document.querySelector('#steps').outerHTML;
             document.querySelector('#steps').outerHTML = copy;
-            const figure = document.querySelector('#metrics figure').outerHTML;
-            document.querySelector('#metrics').outerHTML =
-                `<section id=metrics>${figure}</section>`;
+            document.querySelector('[data-draw=track]').replaceChildren();
+            charts.refresh();
         }"""
     )
     opened.page.locator("#steps th button", has_text="eval/loss").click()
     assert int(opened.data("#steps tbody tr")[0]["step"]) == 50
-    point_at(opened, "#metrics .plot", 0.001)
-    assert tip(opened).startswith("eval/loss\nstep 10: 0.9")
+    assert point_at_step(opened, 10).startswith("eval/loss\nstep 10: 0.9")
     assert opened.messages == []
 
 
@@ -310,12 +418,12 @@ def test_without_script_everything_is_there(browser, report, tmp_path):  # noqa:
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(file.as_uri())
-    assert page.locator("section").count() == 8
+    assert page.locator("section").count() == 9
+    assert "best 0.3 at step 50" in page.text_content(".verdict")
     for text in ("no policy keeps it", "params/trunk/kernel", "next_index"):
         assert text in page.content()
     assert page.locator("#steps tbody tr").count() == len(LOSSES)
     assert page.locator("#steps tbody tr >> nth=0").is_visible()
-    assert page.locator(f"{LOSS} .linear polyline").first.is_visible()
     assert not page.locator("input, [data-action]").first.is_visible()
     context.close()
 
@@ -327,7 +435,7 @@ def test_hostile_names_stay_text_in_tips(show, tmp_path):  # noqa: F811
             state = {bad: {"a": np.full(4, step, np.float32)}, "b": np.ones(2)}
             run.save(step, state, metrics={bad: float(step)}).wait()
     opened = show(_report.gather(tmp_path / "run", _report.ReportOptions()))
-    point_at(opened, "#metrics .plot", 0.001)
+    point_at(opened, "#recorder .u-over", 0.001)
     assert tip(opened).startswith(f"{bad}\nstep 1: 1")
     point_at(opened, f'#sizes .share[data-path="{bad}"]', 0.5)
     assert tip(opened).startswith(bad)
@@ -345,12 +453,12 @@ def test_one_curve_of_many_values_is_pointed_at_exactly(show, report):  # noqa: 
     )
     opened = show(dataclasses.replace(report, metrics={"m": values}))
     for n in (0, 123, 500, 998):
-        point_at(opened, "figure[data-metric=m] .plot", max(n / 999, 1e-4))
+        point_at(opened, "figure[data-metric=m] .u-over", max(n / 999, 1e-4))
         assert f"step {100 * n:,}: {values[n].value:.6g}" in tip(opened)
 
 
-def test_the_script_is_small_and_plain():
+def test_the_scripts_are_small_and_plain():
     script = _report.assets.script()
-    assert len(script.encode()) < 20_000
+    assert len(script.encode()) < 100_000, "uPlot is half of it"
     banned = r"innerHTML|outerHTML|insertAdjacent|eval\(|Function\(|fetch\(|XMLHttp"
     assert re.search(banned, script) is None

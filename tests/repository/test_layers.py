@@ -58,6 +58,7 @@ DOORS: dict[str, set[str]] = {
     "tensorboard": {"integrations"},
     "yaml": {"configs._parsing"},
     "click": {"cli"},
+    "jinja2": {"_report.templates"},
     "clu": {"integrations"},
     "grain": set(),
     "orbax": {"integrations"},

@@ -1,5 +1,6 @@
 """The files of a release agree with each other, and its archives pass the checks."""
 
+import hashlib
 import importlib.metadata
 import re
 import subprocess
@@ -136,3 +137,16 @@ def test_the_conda_recipe_builds_the_files_of_the_wheel(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"flaxckpt-{VERSION}-py")
     assert f"has the files of {wheel.name} and passes its tests" in done.stdout
+
+
+def test_scripts_of_others_are_the_files_that_are_noted():
+    package = ROOT / "flaxckpt"
+    notes = (package / "_report/static/THIRD_PARTY.md").read_text()
+    noted = dict(re.findall(r"\| (\S+\.(?:js|css)) \| `([0-9a-f]{64})` \|", notes))
+    found = {
+        file.relative_to(package).as_posix(): hashlib.sha256(
+            file.read_bytes()
+        ).hexdigest()
+        for file in package.rglob("*.min.*")
+    }
+    assert found == noted

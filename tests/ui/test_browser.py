@@ -180,8 +180,9 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     sync_api.expect(page.locator("#news")).to_have_text("step 3 saved")
     assert page.get_attribute("#saves > details", "open") is None
     assert page.get_attribute("#steps > details", "open") is not None
-    points = page.locator("figure[data-metric=loss] .linear [data-step]")
-    assert points.count() >= 3
+    sync_api.expect(page.locator("figure[data-metric=loss] .facts")).to_contain_text(
+        "at step 3"
+    )
     assert opened.is_quiet, opened.messages
 
 
@@ -398,6 +399,7 @@ def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     page.wait_for_selector("#steps tr.bad[data-step='70']")
     assert "1 damaged" in page.text_content("[data-card=integrity]")
     assert "step 70 damaged" in page.text_content("figure[data-metric='eval/loss']")
+    assert "One damaged step, newest good 80" in page.text_content(".verdict")
     picture(page, tmp_path, "damaged")
     assert opened.is_quiet, opened.messages
 
@@ -521,8 +523,9 @@ def test_curves_answer_to_the_pointer_and_the_log_button(visit):
     figure = page.locator("figure[data-metric='eval/loss']")
     figure.locator(".plot").hover()
     sync_api.expect(figure.locator("output")).to_contain_text("step")
-    figure.locator("button").click()
-    sync_api.expect(figure).to_have_class(re.compile(r"\blog\b"))
+    log = figure.locator("button")
+    log.click()
+    sync_api.expect(log).to_have_attribute("aria-pressed", "true")
     assert opened.is_quiet, opened.messages
 
 

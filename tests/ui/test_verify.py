@@ -95,7 +95,9 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
         assert f'data-place="{truth.places.get(name, name)}"' in shown
         assert why in shown
     assert truth.summary in shown
-    assert "Step 2 is damaged" in ask(overview.page, space, run="run")
+    assert "One damaged step, newest good 3 (damaged: 2)" in ask(
+        overview.page, space, run="run"
+    )
 
 
 def test_a_file_that_cannot_be_opened_is_damage_as_well(run, open_page):

@@ -26,7 +26,7 @@ from flaxckpt._inspect import run_view
 from flaxckpt._steps import markers
 from tests.helpers import chunks, old_stores
 from tests.helpers.files import flip_bit, largest_file
-from tests.helpers.report_runs import damage, make_run
+from tests.helpers.report_runs import charts_of, damage, make_run
 from tests.helpers.ui_server import serving
 
 pytest.importorskip("starlette", reason="starlette is missing")
@@ -587,10 +587,9 @@ def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_pag
     assert set(space.places.runs) == {"run", "source"}
     shown = all_runs(space)
     assert set(re.findall('data-run="([^"]*)"', shown)) == {"run", "source"}
-    assert set(re.findall('data-metric="([^"]*)"', shown)) == {
-        "eval/loss",
-        "eval/accuracy",
-    }
+    drawn = charts_of(shown)["runs"]["metrics"]
+    assert [metric["name"] for metric in drawn] == ["eval/loss", "eval/accuracy"]
+    assert [line["name"] for line in drawn[0]["lines"]] == ["run"]
 
 
 def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
@@ -618,8 +617,11 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     shown = all_runs(space)
     without, row = cells(shown)
     last = "last 0.5 at step 60"
-    assert f"run: eval/loss best 0.3 at step 50, {last}</title>" in shown
-    assert f"best 0.3 at step 50, {last}, " in ask(overview.page, space, run="run")
+    lines = charts_of(shown)["runs"]["metrics"][0]["lines"]
+    [loss] = [line for line in lines if line["name"] == "run"]
+    [first, *_] = charts_of(ask(overview.page, space, run="run"))["metrics"]
+    for line in (loss, first):
+        assert line["facts"].startswith(f"best 0.3 at step 50, {last}, ")
     assert row[2:6] == ["60", "eval/loss 0.3, step 50", "0.5", "0.75"]
     assert row[-1] == "3 damaged steps; after step 60: 70, 80"
     assert without[2] == ""
@@ -796,7 +798,8 @@ def test_runs_in_object_stores_are_shown(store_path, open_page, kind):
             run.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
     space = open_page(root)
     assert list(space.places.runs) == ["run"]
-    assert 'data-metric="loss"' in ask(overview.page, space, run="run")
+    [loss] = charts_of(ask(overview.page, space, run="run"))["metrics"]
+    assert loss["name"] == "loss"
     assert "<dl" in ask(leaves.statistics, space, run="run", step=2, leaf="w")
     assert 'data-path="w"' in ask(compare.result, space, run="run", a=1, b=2)
 
@@ -1179,6 +1182,5 @@ def test_all_runs_are_shown_as_they_are_read(made, open_page):
     last = all_runs(space)
     assert "Reading " not in last
     assert set(re.findall('tr data-run="([^"]*)"', last)) == {"run", "source"}
-    [key] = re.findall('<ul class="legend".*?</ul>', last)
-    assert "</svg>run</li>" in key
-    assert "source" not in key, "it has no metrics, so it has no line"
+    series = re.findall('data-series="([^"]*)"', last)
+    assert series == ["run"], "source has no metrics, so it has no line"

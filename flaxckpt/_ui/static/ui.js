@@ -1,5 +1,5 @@
-// What the page adds to the report's script and htmx: news of the run, and what the
-// reader has unfolded and sorted stays so when sections are replaced.
+// What the page adds to the report's scripts, htmx and idiomorph: news of the run, and
+// what the reader has set stays so when sections change.
 "use strict";
 (() => {
   // ---- news ---------------------------------------------------------------------------
@@ -79,47 +79,30 @@
 
   // ---- what the reader has changed ----------------------------------------------------
 
-  const nameOf = (details) =>
-    `${details.closest("section")?.id} ${details.querySelector("summary")?.textContent}`;
-  const captionOf = (table) => table.caption?.textContent;
+  // New sections change the old ones in place. What the reader has set stays: folds,
+  // searches, sorted columns, the focus, and all that charts.js has drawn.
+  const KEPT = new Set(["open", "hidden", "value", "disabled", "aria-sort", "aria-pressed"]);
+  const options = {
+    morphStyle: "innerHTML",
+    ignoreActiveValue: true,
+    callbacks: {
+      beforeNodeMorphed: (old) => !(old instanceof Element && old.matches("[data-draw]")),
+      beforeAttributeUpdated: (name, element) =>
+        !(KEPT.has(name) || (name === "class" && element.matches(".table"))),
+    },
+  };
 
-  document.addEventListener("htmx:beforeSwap", (event) => {
-    const { target } = event.detail;
-    if (target.id !== "sections" && target.id !== "runs") return;
-    const unfolded = new Map();
-    for (const each of target.querySelectorAll("details")) {
-      unfolded.set(nameOf(each), each.open);
-    }
-    const sorted = new Map();
-    for (const head of target.querySelectorAll("th[aria-sort]")) {
-      const order = [head.cellIndex, head.getAttribute("aria-sort")];
-      sorted.set(captionOf(head.closest("table")), order);
-    }
-    const scrolled = [...target.querySelectorAll(".scroll")].map(
-      (box) => [box.scrollTop, box.parentElement.classList.contains("whole")],
-    );
-    target.addEventListener(
-      "htmx:afterSwap", () => restore(target, unfolded, sorted, scrolled), { once: true },
-    );
+  htmx.defineExtension("morph", {
+    handleSwap(style, target, fragment) {
+      if (style !== "morph:innerHTML") return false;
+      return Idiomorph.morph(target, [...fragment.childNodes], options);
+    },
   });
 
-  function restore(target, unfolded, sorted, scrolled) {
-    for (const each of target.querySelectorAll("details")) {
-      each.open = unfolded.get(nameOf(each)) ?? each.open;
-    }
-    for (const table of target.querySelectorAll("table")) {
-      const [column, order] = sorted.get(captionOf(table)) ?? [];
-      const head = table.tHead?.rows[0]?.cells[column];
-      const button = head?.querySelector("button.sort");
-      if (button) button.click();
-      if (button && head.getAttribute("aria-sort") !== order) button.click();
-    }
-    target.querySelectorAll(".scroll").forEach((box, number) => {
-      const [top, isWhole] = scrolled[number] ?? [0, false];
-      if (isWhole) box.parentElement.querySelector("[data-action=expand]")?.click();
-      box.scrollTop = top;
-    });
-  }
+  document.addEventListener("htmx:afterSwap", () => {
+    components.refresh();
+    charts.refresh();
+  });
 
   // ---- forms --------------------------------------------------------------------------
 

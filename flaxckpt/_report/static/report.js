@@ -1,5 +1,5 @@
-// Brings the components of a page alive: values under the pointer or finger, log axes,
-// sorted and searched tables, folded trees. Without it the page is complete.
+// Brings the components of a page alive: texts beside the pointer or finger, sorted and
+// searched tables, folded trees. Without it the tables are complete.
 //
 // All events are handled on the document, so that fragments inserted later work, too.
 // Texts are set as textContent only. The contract is in the docstring of `_report`.
@@ -41,156 +41,19 @@
     return null;
   }
 
-  // ---- curves: a cursor at the nearest step -----------------------------------------
-
-  const KINDS = {
-    k: "kept", g: "would be deleted", d: "deleted since", b: "the best",
-    a: "among the best", u: "damaged, or not readable",
-  };
-  const parsed = new WeakMap();
-
-  // Returns the points of a plot: data-series has "step,value,kind" for each.
-  function pointsOf(plot) {
-    const text = plot.dataset.series;
-    let entry = parsed.get(plot);
-    if (entry === undefined || entry.text !== text) {
-      const points = text.split(" ").map((point) => {
-        const [step, value, kind] = point.split(",");
-        return { step: Number(step), value: Number(value), shown: value, kind };
-      });
-      entry = { text, points };
-      parsed.set(plot, entry);
-    }
-    return entry.points;
-  }
-
-  function nearest(points, step) {
-    let low = 0;
-    let high = points.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (points[middle].step < step) low = middle + 1;
-      else high = middle;
-    }
-    const before = points[Math.max(0, low - 1)];
-    return Math.abs(before.step - step) <= Math.abs(points[low].step - step)
-      ? before : points[low];
-  }
-
-  const numbers = (text) => text.split(",").map(Number);
-
-  function shapeOf(tag, attributes) {
-    const shape = document.createElementNS("http://www.w3.org/2000/svg", tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      shape.setAttribute(name, value);
-    }
-    return shape;
-  }
-
-  function showCursor(plot, point) {
-    const [first, last] = numbers(plot.dataset.x);
-    const across = last > first ? 100 * (point.step - first) / (last - first) : 50;
-    const isLog = plot.closest("figure")?.classList.contains("log");
-    const [low, high, bottom, top] = numbers(isLog ? plot.dataset.log : plot.dataset.y);
-    const value = isLog ? Math.log10(point.value) : point.value;
-    const down = bottom + (value - low) / (high - low) * (top - bottom);
-    let cursor = plot.querySelector(":scope > .cursor");
-    if (cursor === null) {
-      cursor = shapeOf("g", { class: "cursor" });
-      cursor.append(
-        shapeOf("line", { y1: top, y2: bottom }), shapeOf("circle", { r: 5 }),
-      );
-      plot.append(cursor);
-    }
-    cursor.firstChild.setAttribute("x1", `${across}%`);
-    cursor.firstChild.setAttribute("x2", `${across}%`);
-    cursor.lastChild.setAttribute("cx", `${across}%`);
-    cursor.lastChild.setAttribute("cy", down);
-    plot.dataset.at = point.step;
-    const reading = plot.closest("figure")?.querySelector("output");
-    if (reading) reading.textContent = describe(point);
-  }
-
-  const describe = (point) =>
-    `step ${point.step.toLocaleString("en")}: ${point.shown}`
-    + (KINDS[point.kind] ? `, ${KINDS[point.kind]}` : "");
-
-  function hideCursors() {
-    for (const cursor of document.querySelectorAll(".plot > .cursor")) {
-      const figure = cursor.closest("figure");
-      cursor.remove();
-      const reading = figure?.querySelector("output");
-      if (reading) reading.textContent = "";
-    }
-  }
-
-  // Shows the cursor in a plot and in those beside it, at the step.
-  function showStep(plot, step) {
-    for (const title of plot.querySelectorAll("title")) title.remove();
-    const beside = plot.closest("[data-sync]")?.querySelectorAll(".plot[data-series]");
-    for (const other of beside ?? [plot]) {
-      showCursor(other, nearest(pointsOf(other), step));
-    }
-    return nearest(pointsOf(plot), step);
-  }
-
-  function stepAt(plot, clientX) {
-    const { left, width } = plot.getBoundingClientRect();
-    const [first, last] = numbers(plot.dataset.x);
-    return first + (clientX - left) / width * (last - first);
-  }
-
-  // Shows the step of a row of a table in all curves that have it.
-  function showRow(row) {
-    const step = Number(row.dataset.step);
-    for (const plot of document.querySelectorAll(".plot[data-series]")) {
-      const point = nearest(pointsOf(plot), step);
-      if (point.step === step) showCursor(plot, point);
-    }
-  }
-
   function point(event) {
     if (!(event.target instanceof Element)) return;
-    const plot = event.target.closest(".plot[data-series]");
-    const row = event.target.closest("tr[data-step]");
-    if (plot) {
-      const at = showStep(plot, stepAt(plot, event.clientX));
-      showTip(`${plot.dataset.name}\n${describe(at)}`, event.clientX, event.clientY);
-      return;
-    }
-    hideCursors();
-    if (row) showRow(row);
     const text = tipOf(event.target);
     if (text) showTip(text, event.clientX, event.clientY);
     else tip.hidden = true;
   }
 
-  function forget() {
-    tip.hidden = true;
-    hideCursors();
-  }
-
   document.addEventListener("pointermove", point, { passive: true });
   document.addEventListener("pointerdown", point, { passive: true });
   document.addEventListener("scroll", () => { tip.hidden = true; }, true);
-  page.addEventListener("pointerleave", forget);
-
-  // The arrow keys move the cursor of a focused curve.
-  function moveCursor(event, plot) {
-    const points = pointsOf(plot);
-    const at = points.findIndex((each) => each.step === Number(plot.dataset.at));
-    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: Infinity };
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    const next = Math.min(Math.max(moves[event.key], 0), points.length - 1);
-    showStep(plot, points[next].step);
-  }
-
+  page.addEventListener("pointerleave", () => { tip.hidden = true; });
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") forget();
-    const plot = event.target instanceof Element
-      && event.target.closest(".plot[data-series]");
-    if (plot) moveCursor(event, plot);
+    if (event.key === "Escape") tip.hidden = true;
   });
 
   // ---- tables -----------------------------------------------------------------------
@@ -214,18 +77,23 @@
   }
 
   function sortTable(head) {
-    const column = head.cellIndex;
-    const table = head.closest("table");
     const isDown = head.getAttribute("aria-sort") === "ascending";
     for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+    sortRows(head);
+  }
+
+  // Sorts the rows by the column of a head, in its order.
+  function sortRows(head) {
+    const column = head.cellIndex;
+    const table = head.closest("table");
+    const order = head.getAttribute("aria-sort");
     const caption = table.caption;
     if (caption.textContent === "The newest first") caption.dataset.order = "";
     if ("order" in caption.dataset) {
-      const order = isDown ? "descending" : "ascending";
       caption.textContent = `By ${head.textContent.trim()}, ${order}`;
     }
-    const sign = isDown ? -1 : 1;
+    const sign = order === "descending" ? -1 : 1;
     for (const body of table.tBodies) {
       const rows = Array.from(body.rows, (row) => [sortKey(row, column), row]);
       rows.sort((a, b) => compare(a[0], b[0], sign));
@@ -277,11 +145,6 @@
   }
 
   const ACTIONS = {
-    log(button) {
-      const isLog = button.closest("figure").classList.toggle("log");
-      button.setAttribute("aria-pressed", isLog);
-      hideCursors();
-    },
     expand(button) {
       const isWhole = button.closest(".table").classList.toggle("whole");
       button.setAttribute("aria-pressed", isWhole);
@@ -321,4 +184,14 @@
   }
 
   if (location.hash) unfoldTarget(location.hash);
+
+  // Sorts and searches again what came into the page since.
+  function refresh() {
+    for (const head of document.querySelectorAll("th[aria-sort]")) sortRows(head);
+    for (const input of document.querySelectorAll("input[data-search]")) {
+      if (input.value) search(input);
+    }
+  }
+
+  window.components = { refresh };
 })();

@@ -1,0 +1,858 @@
+// Draws the charts of a page: uPlot draws curves, canvases draw the rest.
+//
+// A page has its data in `[data-charts]`, and places to draw in: `[data-draw]` with
+// a name in PAINTERS. `window.charts.refresh` draws again after the page has changed;
+// what the reader has set stays: the range of steps, smoothing, log axes, open layers.
+"use strict";
+(() => {
+  const PALETTE = 8;
+  const LEFT = 62; // the axis of values; all pictures over steps begin here
+  const RIGHT = 18;
+  // A canvas needs colours without variables: an element of the page resolves them.
+  const probe = document.body.appendChild(document.createElement("span"));
+  probe.hidden = true;
+  let colours = new Map();
+  function colourOf(name) {
+    if (!colours.has(name)) {
+      probe.style.color = `var(--${name})`;
+      colours.set(name, getComputedStyle(probe).color);
+    }
+    return colours.get(name);
+  }
+
+  const runColour = (number) => colourOf(`p${number % PALETTE}`);
+  const number = (value) => (value === null ? "not finite" : String(value));
+  const whole = (value) => Math.round(value).toLocaleString("en");
+
+  function create(tag, given = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(given)) {
+      if (name in made) made[name] = value;
+      else if (value !== null) made.setAttribute(name, value);
+    }
+    made.append(...children);
+    return made;
+  }
+
+  // ---- what the reader has set --------------------------------------------------------
+
+  const view = { range: null, smooth: 0, log: new Set(), hidden: new Set(), open: new Set() };
+  let data = null; // of the page
+  let extent = [0, 1]; // the first and the last step
+  let drawn = []; // what is drawn, each with `draw`
+
+  const shownRange = () => view.range ?? extent;
+
+  function setRange(range) {
+    const [first, last] = extent;
+    const isAll = !range || (range[0] <= first && range[1] >= last);
+    view.range = isAll ? null : [Math.max(first, range[0]), Math.min(last, range[1])];
+    showRange();
+    redraw();
+  }
+
+  function redraw() {
+    for (const each of drawn) each.draw();
+  }
+
+  // Hides the rows of other steps, and says which steps are shown.
+  function showRange() {
+    const [first, last] = shownRange();
+    for (const row of document.querySelectorAll("tr[data-step]")) {
+      const step = Number(row.dataset.step);
+      row.classList.toggle("outside", view.range !== null && (step < first || step > last));
+    }
+    for (const output of document.querySelectorAll("output.range")) {
+      output.textContent = view.range ? `steps ${whole(first)} to ${whole(last)}` : "all steps";
+    }
+    for (const button of document.querySelectorAll("[data-action=all-steps]")) {
+      button.disabled = view.range === null;
+    }
+  }
+
+  // ---- curves -------------------------------------------------------------------------
+
+  const STATES = {
+    b: "the best", k: "kept", g: "would be deleted", d: "deleted since",
+    x: "damaged, or not readable",
+  };
+
+  // Averages exponentially, without a bias to the first value.
+  function smoothen(values, share) {
+    let sum = 0;
+    let weight = 0;
+    return values.map((value) => {
+      if (value === null || value === undefined) return value;
+      sum = share * sum + (1 - share) * value;
+      weight = share * weight + (1 - share);
+      return sum / weight;
+    });
+  }
+
+  // A figure with curves over steps: `lines` have name, x, y, state, colour and width.
+  class Curves {
+    constructor(name, { height, unit = "" }) {
+      this.name = name;
+      this.unit = unit;
+      this.height = height;
+      this.output = create("output", {});
+      this.facts = create("span", { className: "facts" });
+      this.log = create("button", {
+        type: "button", textContent: "log", "data-action": "log-axis",
+        "aria-pressed": String(view.log.has(name)), title: "Logarithmic axis",
+        onclick: () => this.toggleLog(),
+      });
+      const reading = create("span", { className: "reading" }, this.facts, this.output);
+      const caption = create(
+        "figcaption", {}, create("strong", { textContent: name }), reading, this.log,
+      );
+      this.place = create("div", { className: "plot" });
+      this.figure = create("figure", { "data-metric": name }, caption, this.place);
+      this.plot = null;
+    }
+
+    toggleLog() {
+      const isOn = !view.log.delete(this.name);
+      if (isOn) view.log.add(this.name);
+      this.log.setAttribute("aria-pressed", String(isOn));
+      this.build();
+    }
+
+    update(lines, facts = "") {
+      this.lines = lines;
+      this.facts.textContent = facts;
+      const all = lines.flatMap((line) => line.y).filter((value) => value !== null);
+      this.log.hidden = !all.every((value) => value > 0) || all.length < 2;
+      if (this.log.hidden) view.log.delete(this.name);
+      this.build();
+    }
+
+    // Smoothed curves are drawn over faint ones of the values.
+    table() {
+      const joined = uPlot.join(this.lines.map((line) => [line.x, line.y]));
+      if (view.smooth === 0) return joined;
+      const smooth = joined.slice(1).map((values) => smoothen([...values], view.smooth));
+      return [...joined, ...smooth];
+    }
+
+    series() {
+      const isSmooth = view.smooth > 0;
+      const base = this.lines.map((line) => ({
+        label: line.name, stroke: line.colour, width: line.width ?? 1.8, spanGaps: true,
+        alpha: isSmooth ? 0.3 : line.alpha ?? 1, show: !view.hidden.has(line.name),
+        points: { show: false },
+      }));
+      const smooth = this.lines.map((line) => ({
+        label: `${line.name} smoothed`, stroke: line.colour, width: line.width ?? 2.2,
+        spanGaps: true, show: !view.hidden.has(line.name), points: { show: false },
+      }));
+      return [{ label: "step" }, ...base, ...(isSmooth ? smooth : [])];
+    }
+
+    build() {
+      if (!this.place.isConnected || this.place.clientWidth === 0) return;
+      const soft = colourOf("soft");
+      const grid = { stroke: colourOf("faint"), width: 1 };
+      const font = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
+      const axis = { stroke: soft, font, grid, ticks: { ...grid, size: 4 } };
+      const isLog = view.log.has(this.name);
+      this.plot?.destroy();
+      this.plot = new uPlot({
+        width: this.place.clientWidth,
+        height: this.height,
+        padding: [10, RIGHT, 0, 0],
+        legend: { show: false },
+        cursor: {
+          drag: { x: true, y: false, setScale: false },
+          sync: { key: "steps", setSeries: false },
+          points: { size: 9 },
+          y: false,
+        },
+        scales: {
+          x: { time: false, range: () => shownRange() },
+          y: { distr: isLog ? 3 : 1 },
+        },
+        axes: [
+          { ...axis, size: 26, gap: 4, values: (_, at) => at.map(shortStep) },
+          { ...axis, size: LEFT, gap: 4, values: (_, at) => at.map(shortValue) },
+        ],
+        series: this.series(),
+        hooks: {
+          setSelect: [(plot) => this.zoom(plot)],
+          setCursor: [(plot) => this.read(plot)],
+          draw: [(plot) => this.mark(plot)],
+        },
+      }, this.table(), this.place);
+      const over = this.plot.over;
+      over.tabIndex = 0;
+      over.setAttribute("role", "img");
+      over.setAttribute("aria-label", `${this.name} over steps: ${this.facts.textContent}`);
+      over.addEventListener("dblclick", () => setRange(null));
+      over.addEventListener("pointermove", (event) => this.tip(event.offsetX));
+      over.addEventListener("pointerdown", (event) => this.tip(event.offsetX));
+      over.addEventListener("keydown", (event) => this.move(event));
+      over.addEventListener("click", () => this.choose());
+    }
+
+    draw() {
+      if (this.plot === null) this.build();
+      else if (this.plot.width !== this.place.clientWidth) this.build();
+      else this.plot.setData(this.plot.data); // scales follow the range
+    }
+
+    zoom(plot) {
+      const { left, width } = plot.select;
+      if (width < 4) return;
+      const range = [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")];
+      plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+      setRange(range);
+    }
+
+    // Returns the texts of the lines at the step nearest to a place of the pointer.
+    textsAt(index) {
+      const step = this.plot.data[0][index];
+      return this.lines.flatMap((line, n) => {
+        if (view.hidden.has(line.name)) return [];
+        const at = line.x.indexOf(step);
+        if (at < 0) return [];
+        const state = STATES[line.state?.[at]];
+        const text = number(line.y[at]) + this.unit + (state ? `, ${state}` : "");
+        return [this.lines.length > 1 ? `${line.name}: ${text}` : text];
+      });
+    }
+
+    tip(place) {
+      const index = this.plot.posToIdx(place);
+      const step = this.plot.data[0][index];
+      if (step === undefined) return;
+      const texts = this.textsAt(index);
+      this.plot.over.dataset.tip = this.lines.length > 1
+        ? [`${this.name}, step ${whole(step)}`, ...texts].join("\n")
+        : `${this.name}\nstep ${whole(step)}: ${texts[0] ?? "none"}`;
+    }
+
+    read(plot) {
+      const index = plot.cursor.idx;
+      const isAway = index === null || index === undefined || plot.cursor.left < 0;
+      const texts = isAway ? [] : this.textsAt(index);
+      const step = isAway ? null : plot.data[0][index];
+      this.output.textContent = texts.length ? `step ${whole(step)}: ${texts.join(", ")}` : "";
+    }
+
+    // The arrow keys move the cursor; + and - zoom, Escape shows all steps.
+    move(event) {
+      const steps = this.plot.data[0];
+      const [first, last] = shownRange();
+      const inside = steps.map((_, n) => n).filter((n) => steps[n] >= first && steps[n] <= last);
+      const at = inside.indexOf(this.plot.cursor.idx ?? -1);
+      const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: inside.length - 1 };
+      if (event.key in moves) {
+        const next = inside[Math.min(Math.max(moves[event.key], 0), inside.length - 1)];
+        showStep(steps[next]);
+      } else if (event.key === "+" || event.key === "-") {
+        const middle = steps[this.plot.cursor.idx] ?? (first + last) / 2;
+        const half = (last - first) * (event.key === "+" ? 0.25 : 1);
+        setRange([middle - half, middle + half]);
+      } else if (event.key === "Escape") setRange(null);
+      else if (event.key === "Enter") this.choose();
+      else return;
+      event.preventDefault();
+    }
+
+    choose() {
+      const step = this.plot.data[0][this.plot.cursor.idx];
+      if (step !== undefined) chooseStep(step);
+    }
+
+    // Draws a mark for each step: kept, deleted, best or damaged.
+    mark(plot) {
+      const [first, last] = shownRange();
+      const context = plot.ctx;
+      const unit = devicePixelRatio;
+      context.save();
+      if (this.hasEvents) drawEvents(plot);
+      for (const line of this.lines) {
+        if (!line.state || view.hidden.has(line.name)) continue;
+        const inside = line.x.filter((x) => x >= first && x <= last).length;
+        line.x.forEach((x, n) => {
+          const value = line.y[n];
+          const state = line.state[n];
+          if (value === null || x < first || x > last) return;
+          if (inside > 250 && state !== "b" && state !== "x") return;
+          const left = plot.valToPos(x, "x", true);
+          const top = plot.valToPos(value, "y", true);
+          const isStrong = state === "b" || state === "x";
+          context.beginPath();
+          context.arc(left, top, (isStrong ? 5 : 3.2) * unit, 0, 2 * Math.PI);
+          context.globalAlpha = state === "d" ? 0.4 : 1;
+          context.fillStyle = state === "b" ? colourOf("blocked")
+            : state === "x" ? colourOf("bad") : state === "g" ? colourOf("card") : line.colour;
+          context.strokeStyle = state === "g" ? line.colour : colourOf("card");
+          context.lineWidth = 1.5 * unit;
+          context.fill();
+          context.stroke();
+        });
+      }
+      context.restore();
+    }
+  }
+
+  // Draws a line through each restart, and shades what is after a divergence.
+  function drawEvents(plot) {
+    const { left, top, width, height } = plot.bbox;
+    const context = plot.ctx;
+    const [first, last] = shownRange();
+    for (const [step, kind] of data.events) {
+      if (step < first || step > last || !(kind in LINES)) continue;
+      const x = plot.valToPos(step, "x", true);
+      context.strokeStyle = context.fillStyle = colourOf(LINES[kind]);
+      context.globalAlpha = 0.08;
+      if (kind === "diverged") context.fillRect(x, top, left + width - x, height);
+      context.globalAlpha = 0.7;
+      context.setLineDash([4, 4]);
+      context.lineWidth = devicePixelRatio;
+      context.beginPath();
+      context.moveTo(x, top);
+      context.lineTo(x, top + height);
+      context.stroke();
+    }
+    context.globalAlpha = 1;
+    context.setLineDash([]);
+  }
+
+  const LINES = { resumed: "link", diverged: "bad" };
+
+  function shortStep(step) {
+    if (step === null || step !== Math.round(step)) return "";
+    if (Math.abs(step) >= 1e6 && step % 1e5 === 0) return `${step / 1e6}M`;
+    return Math.abs(step) >= 1e4 && step % 100 === 0 ? `${step / 1e3}k` : whole(step);
+  }
+
+  function shortValue(value) {
+    if (value === null) return "";
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e5 || size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+    return String(Number(value.toPrecision(5)));
+  }
+
+  // Shows a step in all curves.
+  function showStep(step) {
+    for (const each of drawn) {
+      const plot = each.plot;
+      if (!plot || step === undefined) continue;
+      const left = plot.valToPos(step, "x");
+      plot.setCursor({ left, top: plot.bbox.height / 2 / devicePixelRatio }, false, false);
+      each.read(plot);
+    }
+  }
+
+  function hideStep() {
+    for (const each of drawn) {
+      each.plot?.setCursor({ left: -10, top: -10 }, false, false);
+      if (each.output) each.output.textContent = "";
+    }
+  }
+
+  document.addEventListener("pointermove", (event) => {
+    if (!(event.target instanceof Element) || event.target.closest(".plot")) return;
+    const row = event.target.closest("tr[data-step]");
+    if (row) showStep(Number(row.dataset.step));
+    else hideStep();
+  }, { passive: true });
+
+  // ---- lanes and the brush ------------------------------------------------------------
+
+  // A canvas over steps, which draws again as its width changes.
+  class Strip {
+    constructor(className, height, label) {
+      this.canvas = create("canvas", { className, role: "img", "aria-label": label });
+      this.height = height;
+    }
+
+    // Returns a context for coordinates in CSS pixels, and the width.
+    begin() {
+      const width = this.canvas.clientWidth;
+      const unit = devicePixelRatio;
+      this.canvas.width = width * unit;
+      this.canvas.height = this.height * unit;
+      this.canvas.style.height = `${this.height}px`;
+      const context = this.canvas.getContext("2d");
+      context.scale(unit, unit);
+      context.font = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
+      context.textBaseline = "middle";
+      return [context, width];
+    }
+
+    // Returns a function from a step to a place, for a range of steps.
+    scale(width, [first, last]) {
+      const across = last - first || 1;
+      return (step) => LEFT + (step - first) / across * (width - LEFT - RIGHT);
+    }
+  }
+
+  const LANES = [["steps", 15], ["events", 37], ["stalls", 59]];
+  const GLYPHS = {
+    stopped: "■", resumed: "▲", preempted: "■", fell_back: "◆", failed: "×",
+    found_damaged: "▼", found_good: "△", diverged: "‼",
+  };
+  const GRAVE = new Set(["failed", "found_damaged", "diverged", "stopped"]);
+
+  class Lanes extends Strip {
+    constructor() {
+      super("lanes", 72, "Steps, events and stalls of saves");
+      this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX, event.offsetY));
+      this.canvas.addEventListener("click", () => this.at !== undefined && chooseStep(this.at));
+    }
+
+    draw() {
+      const [context, width] = this.begin();
+      const place = this.scale(width, shownRange());
+      const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
+      context.fillStyle = colourOf("soft");
+      for (const [name, y] of LANES) context.fillText(name, 2, y);
+      this.marks = [];
+      const { steps, events, saves } = data;
+      steps.x.forEach((step, n) => {
+        if (!isShown(step)) return;
+        const state = steps.state[n];
+        const isTall = state !== "d" && state !== "g";
+        context.fillStyle = state === "x" ? colourOf("bad")
+          : state === "b" ? colourOf("blocked") : colourOf("behind");
+        context.globalAlpha = state === "d" ? 0.35 : 1;
+        const half = isTall ? 8 : 4;
+        context.fillRect(place(step) - 1, 15 - half, state === "d" ? 1.4 : 2.4, 2 * half);
+        this.marks.push([place(step), 15, step, `step ${whole(step)}: ${STATES[state]}`]);
+      });
+      context.globalAlpha = 1;
+      context.textAlign = "center";
+      const count = new Map(); // events of a step are beside each other
+      for (const [step, kind, text] of events) {
+        if (!isShown(step)) continue;
+        const x = place(step) + 11 * (count.get(step) ?? 0);
+        count.set(step, (count.get(step) ?? 0) + 1);
+        context.fillStyle = colourOf(GRAVE.has(kind) ? "bad" : "link");
+        context.fillText(GLYPHS[kind], x, 37);
+        this.marks.push([x, 37, step, text]);
+      }
+      context.textAlign = "left";
+      const longest = Math.max(...saves.blocked.map((secs) => secs ?? 0), 1e-9);
+      saves.x.forEach((step, n) => {
+        const secs = saves.blocked[n];
+        if (!secs || !isShown(step)) return;
+        const height = Math.max(1.5, 18 * secs / longest);
+        context.fillStyle = colourOf("blocked");
+        context.fillRect(place(step) - 1.5, 68 - height, 3, height);
+        this.marks.push([place(step), 59, step, `step ${whole(step)}: training waited ${duration(secs)}`]);
+      });
+    }
+
+    // The text of the nearest mark in the lane of the pointer.
+    tip(x, y) {
+      const lane = LANES.reduce((a, b) => (Math.abs(b[1] - y) < Math.abs(a[1] - y) ? b : a))[1];
+      const near = this.marks.filter((mark) => mark[1] === lane)
+        .sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x))[0];
+      const isNear = near && Math.abs(near[0] - x) < 14;
+      this.at = isNear ? near[2] : undefined;
+      if (isNear) this.canvas.dataset.tip = near[3];
+      else delete this.canvas.dataset.tip;
+      if (isNear) showStep(near[2]);
+    }
+  }
+
+  const duration = (secs) => (secs < 1 ? `${Number((1e3 * secs).toPrecision(3))} ms`
+    : `${Number(secs.toPrecision(3))} s`);
+
+  // All steps, small; a part of them is chosen with the pointer or with keys.
+  class Brush extends Strip {
+    constructor() {
+      super("brush", 40, "All steps: drag to show a part of them");
+      this.canvas.tabIndex = 0;
+      this.canvas.setAttribute("role", "slider");
+      this.canvas.addEventListener("pointerdown", (event) => {
+        this.canvas.setPointerCapture(event.pointerId);
+        this.start = this.stepAt(event.offsetX);
+      });
+      this.canvas.addEventListener("pointermove", (event) => {
+        if (this.start === undefined) return;
+        const range = [this.start, this.stepAt(event.offsetX)].sort((a, b) => a - b);
+        if (range[1] - range[0] > (extent[1] - extent[0]) / 200) setRange(range);
+      });
+      this.canvas.addEventListener("pointerup", () => { this.start = undefined; });
+      this.canvas.addEventListener("dblclick", () => setRange(null));
+      this.canvas.addEventListener("keydown", (event) => this.move(event));
+    }
+
+    stepAt(x) {
+      const across = this.canvas.clientWidth - LEFT - RIGHT;
+      const part = Math.min(Math.max((x - LEFT) / across, 0), 1);
+      return extent[0] + part * (extent[1] - extent[0]);
+    }
+
+    move(event) {
+      const [first, last] = shownRange();
+      const size = last - first;
+      const by = { ArrowLeft: -size / 4, ArrowRight: size / 4 }[event.key];
+      if (by !== undefined && view.range) {
+        const start = Math.min(Math.max(first + by, extent[0]), extent[1] - size);
+        setRange([start, start + size]);
+      } else if (event.key === "+") setRange([first + size / 4, last - size / 4]);
+      else if (event.key === "-") setRange([first - size / 2, last + size / 2]);
+      else if (event.key === "Escape") setRange(null);
+      else return;
+      event.preventDefault();
+    }
+
+    draw() {
+      const [context, width] = this.begin();
+      const place = this.scale(width, extent);
+      const [first, last] = shownRange();
+      context.fillStyle = colourOf("faint");
+      context.fillRect(LEFT, 0, width - LEFT - RIGHT, 40);
+      context.fillStyle = colourOf("t0");
+      if (view.range) context.fillRect(place(first), 0, Math.max(2, place(last) - place(first)), 40);
+      const [main] = data.metrics;
+      const values = main ? main.y.filter((value) => value !== null) : [];
+      const low = Math.min(...values);
+      const high = Math.max(...values);
+      context.beginPath();
+      main?.x.forEach((step, n) => {
+        const value = main.y[n];
+        if (value !== null) context.lineTo(place(step), 35 - 30 * (value - low) / (high - low || 1));
+      });
+      context.strokeStyle = colourOf("behind");
+      context.stroke();
+      this.canvas.setAttribute("aria-valuetext", view.range
+        ? `steps ${whole(first)} to ${whole(last)}` : "all steps");
+    }
+  }
+
+  // ---- layers -------------------------------------------------------------------------
+
+  const DECADES = 6;
+
+  // Returns the colour of a cell of the heat map.
+  function heat(cell) {
+    if (cell === "!") return colourOf("bad");
+    const part = parseInt(cell, 36) / 35;
+    if (Number.isNaN(part)) return "transparent";
+    const [from, to, share] = part < 0.5
+      ? ["faint", "behind", 2 * part] : ["behind", "blocked", 2 * part - 1];
+    return `color-mix(in srgb, ${colourOf(to)} ${Math.round(100 * share)}%, ${colourOf(from)})`;
+  }
+
+  function changeOf(cell) {
+    if (cell === "!") return "not finite";
+    if (cell === ".") return "not recorded";
+    const change = 1e-5 * 10 ** (parseInt(cell, 36) / 35 * DECADES);
+    return `the norm changed by ${Number(change.toPrecision(2))}, relative to the save before`;
+  }
+
+  // A row of the heat map: a layer at each save, with its histograms when unfolded.
+  class Layer {
+    constructor(name, cells) {
+      this.name = name;
+      this.cells = cells;
+      this.ridges = create("div", { className: "ridges", hidden: true });
+      this.button = create("button", {
+        type: "button", className: "layer", textContent: name, "aria-expanded": "false",
+        onclick: () => this.toggle(),
+      });
+      this.canvas = create("canvas", { role: "img", "aria-label": `Changes of ${name}` });
+      this.canvas.addEventListener("click", () => this.toggle());
+      this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX));
+      this.row = create("li", { "data-layer": name }, this.button, this.canvas, this.ridges);
+      if (view.open.has(name)) this.toggle();
+    }
+
+    shown() {
+      const [first, last] = shownRange();
+      return data.layers.x.map((_, n) => n)
+        .filter((n) => data.layers.x[n] >= first && data.layers.x[n] <= last);
+    }
+
+    draw() {
+      const { clientWidth: width, clientHeight: height } = this.canvas;
+      this.canvas.width = width;
+      this.canvas.height = height;
+      const context = this.canvas.getContext("2d");
+      const shown = this.shown();
+      shown.forEach((n, at) => {
+        context.fillStyle = heat(this.cells[n]);
+        const left = Math.round(at / shown.length * width);
+        context.fillRect(left, 0, Math.round((at + 1) / shown.length * width) - left, height);
+      });
+      if (!this.ridges.hidden) this.drawRidges();
+    }
+
+    tip(x) {
+      const shown = this.shown();
+      const n = shown[Math.floor(x / this.canvas.clientWidth * shown.length)];
+      if (n === undefined) return;
+      this.canvas.dataset.tip = `${this.name}, step ${whole(data.layers.x[n])}\n${changeOf(this.cells[n])}`;
+      showStep(data.layers.x[n]);
+    }
+
+    toggle() {
+      const isOpen = this.ridges.hidden;
+      this.ridges.hidden = !isOpen;
+      if (isOpen) view.open.add(this.name);
+      else view.open.delete(this.name);
+      this.button.setAttribute("aria-expanded", String(isOpen));
+      if (isOpen && this.row.isConnected) this.drawRidges();
+    }
+
+    // Histograms of each leaf, one above the other, the first step at the top.
+    drawRidges() {
+      const leaves = data.layers.ridges.filter((leaf) => leaf.layer === this.name);
+      this.ridges.replaceChildren(...leaves.map((leaf) => {
+        const canvas = create("canvas", { role: "img", "aria-label": `Histograms of ${leaf.path}` });
+        return create("figure", {}, create("figcaption", { textContent: leaf.path }), canvas);
+      }));
+      if (!leaves.length) this.ridges.textContent = "No histograms are in this page: too many leaves.";
+      leaves.forEach((leaf, n) => drawRidge(this.ridges.querySelectorAll("canvas")[n], leaf.rows));
+    }
+  }
+
+  function drawRidge(canvas, rows) {
+    const pitch = 17;
+    const height = rows.length * pitch + 34;
+    const width = canvas.clientWidth || 320;
+    const unit = devicePixelRatio;
+    canvas.width = width * unit;
+    canvas.height = height * unit;
+    canvas.style.height = `${height}px`;
+    const context = canvas.getContext("2d");
+    context.scale(unit, unit);
+    context.font = '11px system-ui, "Segoe UI", Roboto, sans-serif';
+    const finite = rows.filter((row) => row[1] !== null && row[2] !== null);
+    const low = Math.min(...finite.map((row) => row[1]));
+    const high = Math.max(...finite.map((row) => row[2]));
+    const place = (value) => 54 + (value - low) / (high - low || 1) * (width - 64);
+    rows.forEach(([step, from, to, bins], n) => {
+      const base = 24 + (n + 1) * pitch - 6;
+      context.fillStyle = colourOf("soft");
+      context.fillText(shortStep(step), 2, base);
+      if (from === null || to === null) return;
+      context.beginPath();
+      context.moveTo(place(from), base);
+      [...bins].forEach((bin, at) => {
+        const value = from + (at + 0.5) / bins.length * (to - from);
+        context.lineTo(place(value), base - parseInt(bin, 36) / 35 * 26);
+      });
+      context.lineTo(place(to), base);
+      context.fillStyle = colourOf("t0");
+      context.globalAlpha = 0.85;
+      context.fill();
+      context.globalAlpha = 1;
+      context.strokeStyle = colourOf("behind");
+      context.stroke();
+    });
+    context.fillStyle = colourOf("soft");
+    context.fillText(shortValue(low), 54, height - 4);
+    const end = shortValue(high);
+    context.fillText(end, width - 10 - context.measureText(end).width, height - 4);
+  }
+
+  // ---- what is drawn where --------------------------------------------------------------
+
+  const line = (metric, colour) => ({ ...metric, colour });
+
+  const PAINTERS = {
+    // The first metric, over lanes and a brush.
+    track(place) {
+      const [main] = data.metrics;
+      const parts = [new Lanes(), new Brush()];
+      let curves = null;
+      if (main) {
+        curves = new Curves(main.name, { height: 250 });
+        curves.hasEvents = true;
+        place.append(curves.figure);
+        curves.update([line(main, colourOf("behind"))], main.facts);
+      }
+      place.append(...parts.map((part) => part.canvas));
+      return curves ? [curves, ...parts] : parts;
+    },
+    metrics(place) {
+      return data.metrics.slice(1).map((metric) => {
+        const curves = new Curves(metric.name, { height: 170 });
+        place.append(curves.figure);
+        curves.update([line(metric, colourOf("behind"))], metric.facts);
+        return curves;
+      });
+    },
+    saves(place) {
+      const { x, blocked, behind } = data.saves;
+      if (x.length < 2) return [];
+      const curves = new Curves("Seconds of saves", { height: 190, unit: " s" });
+      place.append(curves.figure);
+      curves.update([
+        { name: "training waited", x, y: blocked, colour: colourOf("blocked") },
+        { name: "written in the background", x, y: behind, colour: colourOf("behind") },
+      ]);
+      return [curves];
+    },
+    layers(place) {
+      if (!data.layers) return [];
+      const rows = data.layers.names.map((name, n) => new Layer(name, data.layers.cells[n]));
+      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)));
+      return rows;
+    },
+    // A metric of each run in one picture, for all metrics.
+    runs(place) {
+      return data.runs.metrics.map((metric) => {
+        const curves = new Curves(metric.name, { height: 260 });
+        place.append(curves.figure);
+        curves.update(metric.lines.map((each) => ({
+          ...each, colour: runColour(each.number), width: each.live ? 3 : 1.6,
+          alpha: each.live ? 1 : 0.85, state: null,
+        })));
+        return curves;
+      });
+    },
+  };
+
+  function findExtent() {
+    const steps = [
+      ...data.metrics.flatMap((metric) => metric.x), ...(data.steps?.x ?? []),
+      ...(data.runs?.metrics ?? []).flatMap((each) => each.lines.flatMap((l) => l.x)),
+    ];
+    const first = steps.reduce((a, b) => Math.min(a, b), Infinity);
+    const last = steps.reduce((a, b) => Math.max(a, b), -Infinity);
+    if (first === last) return [first - 1, last + 1];
+    return first < last ? [first, last] : [0, 1];
+  }
+
+  let text = null;
+  let chosen = null; // the step that the actions are about
+
+  // Draws what is new; charts of equal data stay as they are.
+  function refresh() {
+    const source = document.querySelector("[data-charts]");
+    const isSame = source?.textContent === text;
+    if (!source) return;
+    if (!isSame) {
+      text = source.textContent;
+      data = { metrics: [], ...JSON.parse(text) };
+      const wasAll = view.range === null;
+      extent = findExtent();
+      if (!wasAll) setRange(view.range);
+    }
+    const places = [...document.querySelectorAll("[data-draw]")];
+    if (!isSame || places.some((place) => !place.hasChildNodes())) {
+      drawn.forEach((each) => each.plot?.destroy());
+      drawn = places.flatMap((place) => {
+        place.replaceChildren();
+        return PAINTERS[place.dataset.draw](place);
+      });
+    }
+    showRange();
+    if (chosen !== null) chooseStep(chosen);
+    redraw();
+  }
+
+  // ---- controls -------------------------------------------------------------------------
+
+  document.addEventListener("input", (event) => {
+    if (!event.target.matches?.("input[data-smooth]")) return;
+    view.smooth = Number(event.target.value);
+    for (const each of drawn) if (each instanceof Curves) each.build();
+  });
+
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("button");
+    if (button?.dataset.action === "all-steps") setRange(null);
+    if (button?.dataset.series !== undefined) toggleSeries(button);
+    if (button?.dataset.copy !== undefined) copy(button);
+  });
+
+  function toggleSeries(button) {
+    const name = button.dataset.series;
+    const isHidden = !view.hidden.delete(name);
+    if (isHidden) view.hidden.add(name);
+    for (const each of drawn) if (each instanceof Curves) each.build();
+    showSeries();
+  }
+
+  function showSeries() {
+    for (const each of document.querySelectorAll("button[data-series]")) {
+      each.setAttribute("aria-pressed", String(!view.hidden.has(each.dataset.series)));
+      each.style.setProperty("--series", runColour(Number(each.dataset.number)));
+    }
+  }
+
+  // Runs that a search leaves out are not drawn either.
+  document.addEventListener("input", (event) => {
+    const rows = event.target.closest?.("#all-runs")?.querySelectorAll("tr[data-run]");
+    if (!rows || !event.target.matches("[data-search]")) return;
+    view.hidden = new Set([...rows].filter((row) => row.hidden).map((row) => row.dataset.run));
+    for (const each of drawn) if (each instanceof Curves) each.build();
+    showSeries();
+  });
+
+  // ---- actions --------------------------------------------------------------------------
+
+  // Makes a step the one that the actions are about.
+  function chooseStep(step) {
+    chosen = step;
+    for (const menu of document.querySelectorAll("menu.actions")) {
+      menu.querySelector(".chosen").textContent = `Step ${whole(step)}`;
+    }
+  }
+
+  async function copy(button) {
+    const menu = button.closest("menu");
+    const step = chosen ?? menu.dataset.step;
+    const words = button.dataset.copy.replaceAll("{step}", step);
+    const output = menu.querySelector("output");
+    try {
+      await navigator.clipboard.writeText(words);
+      output.textContent = `Copied: ${words}`;
+    } catch {
+      output.textContent = words; // to be copied by hand
+    }
+  }
+
+  document.addEventListener("click", (event) => {
+    const row = event.target.closest?.("#steps tr[data-step]");
+    if (row && !event.target.closest("a, button, summary")) chooseStep(Number(row.dataset.step));
+  });
+
+  // ---- size, colours and paper ------------------------------------------------------------
+
+  // Draws all again, in the colours of now.
+  function repaint() {
+    colours = new Map();
+    text = null;
+    refresh();
+    showSeries();
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+  for (const event of ["beforeprint", "afterprint"]) {
+    addEventListener(event, () => {
+      document.documentElement.classList.toggle("printed", event === "beforeprint");
+      repaint();
+    });
+  }
+
+  const THEMES = { "": "dark", dark: "light", light: "" };
+
+  document.addEventListener("click", (event) => {
+    if (!event.target.closest?.("button.theme")) return;
+    const { dataset } = document.documentElement;
+    dataset.theme = THEMES[dataset.theme ?? ""];
+    try { localStorage.setItem("flaxckpt-theme", dataset.theme); } catch { /* not kept */ }
+    repaint();
+  });
+  try {
+    document.documentElement.dataset.theme = localStorage.getItem("flaxckpt-theme") ?? "";
+  } catch { /* pages in frames have no storage */ }
+
+  new ResizeObserver(() => requestAnimationFrame(redraw)).observe(document.documentElement);
+  document.addEventListener("toggle", () => redraw(), true);
+
+  window.charts = { refresh: () => { refresh(); showSeries(); } };
+  refresh();
+  showSeries();
+})();
