@@ -60,6 +60,7 @@ from flaxckpt._report.integrity import stamp_files as stamp_files
 from flaxckpt._report.integrity import verify_step as verify_step
 from flaxckpt._report.page import headline as headline
 from flaxckpt._report.page import page as page
+from flaxckpt._report.page import page_start as page_start
 from flaxckpt._report.page import recorder as recorder
 
 __all__ = [

@@ -78,8 +78,8 @@ def judge(report: Report) -> Verdict:
         found.append(f"resumed {times}")
     best = _find_best(report)
     if best is not None:
-        name, point = best
-        found.append(f"best {point.value:.4g} at step {point.step:,} ({name})")
+        what, name, point = best
+        found.append(f"{what} {point.value:.4g} at step {point.step:,} ({name})")
     text = ", ".join(found[:1] if state == "bad" else found)
     if state == "bad" and len(found) > 1:
         text += "; " + "; ".join(found[1:])
@@ -173,12 +173,21 @@ def _describe_failure(report: Report) -> list[str]:
     return [f"the last save{step} failed"]
 
 
-def _find_best(report: Report) -> tuple[str, MetricValue] | None:
-    """Returns the best value of the metric that ranks the steps first, or None."""
+def _find_best(
+    report: Report,
+) -> tuple[Literal["best", "last"], str, MetricValue] | None:
+    """Returns the best value of a metric that ranks steps, else the last of a metric.
+
+    None without a finite value.
+    """
     for name, points in report.metrics.items():
         best = [point for point in points if point.best == "best" and not point.is_bad]
         if best:
-            return name, best[-1]
+            return "best", name, best[-1]
+    for name, points in report.metrics.items():
+        last = last_good(points)
+        if last is not None and math.isfinite(last.value):
+            return "last", name, last
     return None
 
 
@@ -463,6 +472,22 @@ def _changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
         change = abs(norms[1] - norms[0]) / (norms[0] or 1.0)
         changes[step] = change if math.isfinite(change) else math.inf
     return changes or {0: 0.0}
+
+
+def find_most_changed(leaves: Sequence[LeafHistory]) -> str | None:
+    """Returns the leaf whose norm changed most at the last save; None if unknown.
+
+    The parameters come first: a leaf of the optimizer is returned only without them.
+    """
+    changes = {leaf.path: _changes([leaf]) for leaf in leaves if len(leaf.norms) > 1}
+    ranked = sorted(
+        (leaf for leaf in leaves if leaf.path in changes and leaf.path != "step"),
+        key=lambda leaf: (
+            not copies.is_optimizer(leaf.group),
+            [*changes[leaf.path].values()][-1],
+        ),
+    )
+    return ranked[-1].path if ranked else None
 
 
 def _columns(steps: Sequence[int]) -> list[Sequence[int]]:

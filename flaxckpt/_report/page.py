@@ -49,6 +49,7 @@ def page(report: Report) -> str:
     first, run, state = ([section.markup() for section in c] for c in columns)
     body = html.element(
         "body",
+        page_start(),
         html.element(
             "header",
             _header(report, name),
@@ -61,12 +62,31 @@ def page(report: Report) -> str:
             *first,
             html.element("div", *run, class_="column"),
             html.element("div", *state, class_="column"),
+            id="main",
+            tabindex=-1,
         ),
         _footer(report),
         html.element("script", html.Markup(assets.script())),
     )
     document = html.element("html", _head(name), body, lang="en")
     return f"<!doctype html>\n{document}\n"
+
+
+def page_start() -> html.Markup:
+    """Returns the start of each page: a link past the header, a switch of colours."""
+    return html.join(
+        [
+            html.element("a", "Skip to the content", href="#main", class_="skip"),
+            html.element(
+                "button",
+                "◐",
+                type="button",
+                class_="theme control",
+                aria_label="Light or dark colours",
+                data_tip="Light or dark colours",
+            ),
+        ]
+    )
 
 
 def _head(name: str) -> html.Markup:

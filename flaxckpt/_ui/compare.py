@@ -36,15 +36,15 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         )
     if other.is_run:
         choices.append(forms.step_choice(workspace, other, "to step", "b", b))
-    choices.append(forms.submit("Compare"))
-    is_asked = forms.is_submitted(query) or query.number("b") is not None
+    choices.append(html.element("button", "Compare", type="submit"))
+    is_asked = query.number("b") is not None or (place, a) != (other, b)
     url = address("/compare/result", run=place.name, a=a, b=b, **{"with": other.name})
     result = html.element(
         "div",
         frame.message(
             "Reading both, and comparing them leaf by leaf …"
             if is_asked
-            else f"Reads both, and compares them leaf by leaf.\n{_where(workspace)}"
+            else "There is no other step or checkpoint to compare with."
         ),
         id="result",
         aria_live="polite",
@@ -59,6 +59,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
             html.element("h2", "What changed between two steps"),
             html.element("form", *choices, class_="choices"),
             result,
+            frame.fold("Compare with another run", _where(workspace)),
         ),
         place=place,
         view="/compare",

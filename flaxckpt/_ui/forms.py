@@ -8,7 +8,7 @@ from html import escape
 
 from flaxckpt._report import Report
 from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace
+from flaxckpt._ui.workspace import Workspace
 from flaxckpt._util import html, humanize
 
 
@@ -167,16 +167,6 @@ def checkpoint_choice(
     return choice(
         label, name, options, chosen, disabled=empty, data_without=steps or None
     )
-
-
-def submit(text: str) -> html.Markup:
-    """Returns the button of a form; see `is_submitted`."""
-    return html.element("button", text, type="submit", name_="go", value=1)
-
-
-def is_submitted(query: Query) -> bool:
-    """Returns True if the button of `submit` was pressed."""
-    return query.text("go") != ""
 
 
 def start_with_another(workspace: Workspace) -> str:

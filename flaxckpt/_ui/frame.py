@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 
+from flaxckpt import _report
 from flaxckpt._ui.places import Location
 from flaxckpt._ui.workspace import Workspace, address
 from flaxckpt._util import html
@@ -69,8 +70,9 @@ def page(
     )
     body = html.element(
         "body",
+        _report.page_start(),
         _header(workspace, place, view),
-        html.element("main", *content),
+        html.element("main", *content, id="main", tabindex=-1),
         _footer(workspace, place),
         class_="ui",
         hx_ext="morph",
@@ -141,6 +143,13 @@ def message(text: str, kind: str = "note") -> html.Markup:
     lines = [html.element("p", line) for line in text.splitlines()[:_MOST_LINES]]
     role = "alert" if kind == "error" else None
     return html.element("div", *lines, class_=f"message {kind}", role=role)
+
+
+def fold(title: str, text: str) -> html.Markup:
+    """Returns a text that is folded under a title."""
+    return html.element(
+        "details", html.element("summary", title), message(text), class_="more"
+    )
 
 
 _MOST_LINES = 40

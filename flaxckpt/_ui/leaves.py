@@ -32,7 +32,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     steps = forms.good_steps(workspace, place)
     if step is None and steps:
         step = steps[-1]
-    leaf = query.text("leaf")
+    leaf = query.text("leaf") or _propose_leaf(workspace, place)
     fields = {"run": place.name, "step": None if step is None else str(step)}
     panel = html.element(
         "section",
@@ -57,6 +57,12 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         view="/leaves",
         version=workspace.version(place),
     )
+
+
+def _propose_leaf(workspace: Workspace, place: Location) -> str:
+    """Returns the leaf that changed most at the last save, if statistics tell it."""
+    histories = workspace.report(place).leaf_histories
+    return _report.flight_recorder.find_most_changed(histories) or ""
 
 
 def _tree(workspace: Workspace, place: Location, step: int | None) -> html.Markup:

@@ -57,20 +57,16 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     )
     choices.append(html.element("button", "Plan", type="submit"))
     choices.append(_rule_fields(query))
-    is_asked = query.text("into") != ""
     fields = {"run": place.name, "step": step, "into": into.name}
     names = (*_RULES, "source", "optimizer", "missing")
     given = {name: query.text(name) or None for name in names}
     result = html.element(
         "div",
-        frame.message(
-            "Shows what a restore would do to each leaf, and reads no array.\n"
-            f"{_where(workspace)}"
-        ),
+        frame.message("Planning …"),
         id="result",
         aria_live="polite",
-        hx_get=address("/plan/result", **fields, **given) if is_asked else None,
-        hx_trigger="load" if is_asked else None,
+        hx_get=address("/plan/result", **fields, **given),
+        hx_trigger="load",
     )
     return frame.page(
         workspace,
@@ -78,14 +74,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         html.element(
             "section",
             html.element("h2", "What a restore would do"),
+            html.element("p", _WHAT, class_="summary-text"),
             html.element("form", *choices, class_="choices"),
             result,
+            frame.fold("Plan into another state", _where(workspace)),
         ),
         place=place,
         view="/plan",
         version=workspace.version(place),
     )
 
+
+_WHAT = "The plan says what a restore would do to each leaf. It reads no array."
 
 _RULES: Mapping[str, tuple[str, str]] = {
     "only": ("keep only", "params/.*"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from flaxckpt import _report, errors
 from flaxckpt._inspect.listing import Step
@@ -16,7 +17,7 @@ from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
-_MOST_COLUMNS = 4
+_MOST_COLUMNS = 2
 _MOST_BEST = 4
 _MOST_RUNS = 60
 """More runs are only listed by name."""
@@ -91,7 +92,8 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     checkpoints = [report for report in reports.values() if not report.is_run]
     single = [name for each in checkpoints for s in each.steps for name in s.metrics]
     shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_COLUMNS]
-    rows = [_row(run, report, shown) for run, report in reports.items()]
+    ranked, order = _rank(reports)
+    rows = [_row(run, reports[run], shown) for run in ranked]
     rows += [_unread_row(run, error, shown) for run, error in unread.items()]
     more = list(workspace.places.runs)[_MOST_RUNS:]
     return html.join(
@@ -102,7 +104,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
             html.element(
                 "section",
                 html.element("h2", "Runs"),
-                _report.tables.table("By name", _columns(shown), rows, what="runs"),
+                _report.tables.table(order, _columns(shown), rows, what="runs"),
                 _more(more),
                 id="all-runs",
             ),
@@ -137,6 +139,44 @@ def _metrics_section(
         return html.NOTHING
     shown = dict([*metrics.items()][:_MOST_CURVES])
     return _report.flight_recorder.draw_runs(shown, runs, live)
+
+
+def _rank(reports: Mapping[str, Report]) -> tuple[list[str], str]:
+    """Returns the runs by the metric that most of them rank steps by, and their order.
+
+    Runs without a value come last, by name.
+    """
+    bests = {
+        run: {p.name: p for p in _bests(report)} for run, report in reports.items()
+    }
+    names = collections.Counter(name for best in bests.values() for name in best)
+    if not names:
+        return sorted(reports), "By name"
+    [(metric, _)] = names.most_common(1)
+    values = {run: best[metric] for run, best in bests.items() if metric in best}
+    is_max = any(best.mode == "max" for best in values.values())
+    ranked = sorted(sorted(values), key=lambda run: values[run].value, reverse=is_max)
+    end = "highest" if is_max else "lowest"
+    others = sorted(reports.keys() - values.keys())
+    return ranked + others, f"By the best {errors.printable(metric)}, {end} first"
+
+
+class _Best(NamedTuple):
+    """The best value of a metric that a policy ranks steps by."""
+
+    name: str
+    value: float
+    step: int
+    mode: str
+
+
+def _bests(report: Report) -> list[_Best]:
+    return [
+        _Best(name, point.value, point.step, point.mode)
+        for name, points in report.metrics.items()
+        for point in points
+        if point.mode is not None and not point.is_bad
+    ]
 
 
 def _live(reports: Mapping[str, Report]) -> set[str]:
@@ -191,10 +231,8 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Table
 def _best(report: Report) -> html.Markup:
     """Returns a line for each metric with a policy: its best value, and the step."""
     lines = [
-        f"{name} {humanize.number(point.value)}, step {point.step:,}"
-        for name, points in report.metrics.items()
-        for point in points
-        if point.mode is not None and not point.is_bad
+        f"{best.name} {humanize.number(best.value)}, step {best.step:,}"
+        for best in _bests(report)
     ]
     if len(lines) > _MOST_BEST:
         lines[_MOST_BEST:] = [f"and {len(lines) - _MOST_BEST:,} more"]
@@ -222,6 +260,9 @@ def _state(report: Report, newest: Step | None) -> str:
         newest: The newest good step, or None.
     """
     faults = report.faults
+    diverged = _report.flight_recorder.find_divergence(report)
+    if diverged is not None and not faults:
+        return f"diverged at step {diverged.step:,}"
     if not faults or not report.is_run:
         return next(iter(faults.values()), "")
     steps = [step.step for step in report.steps if step.step is not None]

@@ -11,7 +11,7 @@ from flaxckpt._inspect.listing import Step
 from flaxckpt._report import Report
 from flaxckpt._ui import forms, frame
 from flaxckpt._ui.places import Location
-from flaxckpt._ui.verifications import Finding, Job, Result
+from flaxckpt._ui.verifications import Fault, Finding, Job, Result
 from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
@@ -431,26 +431,43 @@ def _faults(results: Mapping[int | None, Result]) -> list[html.Markup]:
 
 
 def _faults_of(result: Result) -> html.Markup:
+    """Returns the faults of a step: a sentence, and the faults of each file, folded."""
     number, state = result.step.step, result.integrity.state
     name = "" if number is None else f"Step {number:,}: "
     verdict = "damaged" if state == "damaged" else "could not be read"
+    files: dict[str, list[Fault]] = {}
+    for fault in result.faults:
+        files.setdefault(fault.place.partition(" -> ")[0], []).append(fault)
     what = result.summary or result.integrity.detail
-    rows = [
-        _report.tables.TableRow(
-            [fault.place, fault.why], {"data_place": fault.place}, "bad"
-        )
-        for fault in result.faults
-    ]
-    caption = humanize.count(len(rows) + result.more_faults, "fault")
-    if result.more_faults:
-        caption = f"The first {len(rows)} of {caption}"
-    table = html.NOTHING
-    if rows:
-        table = _report.tables.table(caption, _COLUMNS, rows, what="faults")
+    if files and not result.more_faults:
+        count = "one file" if len(files) == 1 else f"{len(files):,} files"
+        what = f"{count}; {what}"
     return html.element(
         "div",
         html.element("p", html.element("strong", f"{name}{verdict}"), f": {what}"),
-        table,
+        *[_faults_in(file, faults, len(files) == 1) for file, faults in files.items()],
+        _note_more(len(result.faults), result.more_faults),
         class_="faults",
         data_step=number,
     )
+
+
+def _faults_in(file: str, faults: Sequence[Fault], is_open: bool) -> html.Markup:
+    rows = [
+        _report.tables.TableRow([f.place, f.why], {"data_place": f.place}, "bad")
+        for f in faults
+    ]
+    title = f"{file}: {humanize.count(len(faults), 'fault')}"
+    return html.element(
+        "details",
+        html.element("summary", title),
+        _report.tables.table("Faults", _COLUMNS, rows, what="faults"),
+        open="" if is_open and len(faults) <= _MOST_NAMED else None,
+    )
+
+
+def _note_more(shown: int, more: int) -> html.Markup:
+    if not more:
+        return html.NOTHING
+    text = f"The first {shown} of {humanize.count(shown + more, 'fault')}."
+    return html.element("p", text, class_="note")

@@ -223,6 +223,74 @@ def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
         opened.context.close()
 
 
+def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
+    keep = [flaxckpt.policies.BestN(1, "loss", "min"), EveryNSteps(1)]
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
+        for step in range(1, 15):
+            save(run, step)
+    with serving(tmp_path / "run") as server:
+        opened = Page(browser, server)
+        page = opened.page
+        page.focus("canvas.brush")
+        page.keyboard.press("+")
+        shown = page.locator("output.range").first
+        sync_api.expect(shown).to_have_text("steps 4 to 11")
+        page.click("[data-metric=loss] [data-action=log-axis]")
+        page.click("#saves > details > summary")
+        page.locator("#steps th button").first.click()
+        page.fill("#steps [data-search]", "9")
+        sync_api.expect(page.locator("#news")).to_have_text("live")
+        with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
+            save(run, 15)
+        facts = page.locator("figure[data-metric=loss] .facts")
+        sync_api.expect(facts).to_contain_text("last 0.0666667 at step 15")
+        sync_api.expect(page.locator(".verdict")).to_contain_text("at step 15 (loss)")
+        sync_api.expect(shown).to_have_text("steps 4 to 11")
+        log = page.locator("[data-metric=loss] [data-action=log-axis]")
+        assert log.get_attribute("aria-pressed") == "true"
+        assert page.get_attribute("#saves > details", "open") is None
+        assert page.locator("#steps th[aria-sort=ascending]").count() == 1
+        search = page.locator("#steps [data-search]")
+        assert search.input_value() == "9"
+        assert search.evaluate("each => each === document.activeElement")
+        rows = page.locator("#steps tbody tr:visible")
+        assert rows.evaluate_all("all => all.map(each => each.dataset.step)") == ["9"]
+        assert opened.is_quiet, opened.messages
+        opened.context.close()
+
+
+def test_runs_are_switched_off_and_searched_in_all_curves(visit):
+    opened = visit()
+    page = opened.page
+    page.wait_for_selector("button[data-series=growing]")
+    page.wait_for_selector("figure[data-metric=loss] canvas")
+    drawn = "each => each.toDataURL()"
+    canvas = page.locator("figure[data-metric=loss] canvas")
+    before = canvas.evaluate(drawn)
+    button = page.locator("button[data-series=growing]")
+    button.press("Enter")
+    assert button.get_attribute("aria-pressed") == "false"
+    assert canvas.evaluate(drawn) != before
+    button.press("Enter")
+    assert canvas.evaluate(drawn) == before
+    assert opened.is_quiet, opened.messages
+
+
+def test_the_keyboard_skips_the_header_and_switches_the_colours(visit):
+    opened = visit()
+    page = opened.open("/run", run="run")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    back = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(back)
+    page.locator("button.theme").press("Enter")
+    assert page.evaluate(back) != light
+    page.reload()
+    assert page.evaluate(back) != light, "the browser remembers it"
+    assert opened.is_quiet, opened.messages
+
+
 def test_leaves_are_unfolded_searched_and_read(visit):
     opened = visit()
     page = opened.open("/leaves", run="growing", step=2)
@@ -289,7 +357,7 @@ def test_another_run_to_compare_with_brings_its_steps(visit):
     )
     assert own[-1] == "1"
     assert page.input_value("select[name=a]") == "70"
-    assert not page.locator("#result details").count()  # nothing is read yet
+    page.wait_for_selector("#result .summary-text")  # with its newest step
     page.select_option("select[name=b]", "1")
     page.click("form button")
     page.wait_for_selector("#result .summary-text")
@@ -313,9 +381,6 @@ def test_a_restore_is_planned(visit):
 def test_a_result_of_earlier_choices_is_called_so(visit):
     opened = visit()
     before = "getComputedStyle(document.getElementById('result'), '::before').content"
-    page = opened.open("/plan", run="run")
-    page.select_option("select[name=into]", "source")
-    assert page.evaluate(before) == "none", "there is no result yet"
     page = opened.open("/plan", run="run", into="run")
     page.wait_for_selector("#result .outcome.good")
     assert page.evaluate(before) == "none"

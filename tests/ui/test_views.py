@@ -615,7 +615,7 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
         (step / "flaxckpt.json").write_text("{")
     space = open_page(tmp_path / "runs")
     shown = all_runs(space)
-    without, row = cells(shown)
+    row, without = cells(shown)
     last = "last 0.5 at step 60"
     lines = charts_of(shown)["runs"]["metrics"][0]["lines"]
     [loss] = [line for line in lines if line["name"] == "run"]
@@ -683,18 +683,23 @@ def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
     space = open_page(tmp_path)
     lines = ["loss 0.2, step 2", "accuracy 0.3, step 1"]
     more = ["error 5, step 2", "perplexity 6, step 2", "and 1 more"]
-    assert best_lines(all_runs(space)) == [lines, lines + more, []]
+    shown = all_runs(space)
+    assert best_lines(shown) == {"a": lines, "b": lines + more, "none": []}
+    assert list(best_lines(shown)) == ["a", "b", "none"]
+    assert "By the best loss, lowest first" in shown
     damage(tmp_path / "a" / "2")
     lines[0] = "loss 0.5, step 1"
-    assert best_lines(all_runs(open_page(tmp_path)))[0] == lines
+    shown = best_lines(all_runs(open_page(tmp_path)))
+    assert shown["a"] == lines
+    assert list(shown) == ["b", "a", "none"], "the run with the best value first"
     damage(tmp_path / "a" / "1")
-    assert best_lines(all_runs(open_page(tmp_path)))[0] == []
+    assert best_lines(all_runs(open_page(tmp_path)))["a"] == []
 
 
 def best_lines(shown):
-    """Returns the lines on the best steps in each row of the table of runs."""
-    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
-    return [re.findall("<div>(.*?)</div>", row) for row in rows]
+    """Returns run -> the lines on its best steps, in the order of the table."""
+    rows = re.findall('<tr[^>]* data-run="([^"]*)"(.*?)</tr>', shown)
+    return {run: re.findall("<div>(.*?)</div>", row) for run, row in rows}
 
 
 def cells(shown):
