@@ -20,6 +20,7 @@ __all__ = ["app", "main"]
 
 _MODULES = {
     "ls": "ls",
+    "top": "top",
     "show": "show",
     "diff": "diff",
     "verify": "verify",
