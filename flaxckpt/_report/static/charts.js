@@ -695,7 +695,17 @@
     layers(place) {
       if (!data.layers) return [];
       const rows = data.layers.names.map((name, n) => new Layer(name, data.layers.cells[n]));
-      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)));
+      const key = create("p", { className: "note heat-key" }, "changed by 0.001 %");
+      for (const cell of "05aejosz!") {
+        const mark = create("span", { className: "cell" });
+        mark.style.background = heat(cell);
+        if (cell === "!") key.append("1000 %; not finite");
+        key.append(mark);
+      }
+      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), key);
+      if (data.layers.hidden) {
+        key.append(` ${whole(data.layers.hidden)} layers that changed less are not shown.`);
+      }
       return rows;
     },
     // A metric of each run in one picture, for all metrics.
