@@ -52,7 +52,7 @@ _COMPARED_BYTES = 2**31
 _MOST_TRIED = 3
 """Steps that are tried for the sizes, as all may be unreadable."""
 
-_MOST_VERDICTS = 200
+_MOST_VERDICTS = 60
 
 _MOST_RIDGES = 12
 """Steps of which the histograms are kept, from the first to the last."""

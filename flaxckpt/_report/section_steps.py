@@ -14,7 +14,7 @@ from flaxckpt._util import html, humanize
 
 _MOST_COLUMNS = 4
 _MOST_KEPT = 4
-_MOST_ROWS = 300
+_MOST_ROWS = 200
 """Row limit of the table, which keeps the page of a long run small."""
 
 

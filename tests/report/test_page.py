@@ -468,7 +468,7 @@ def test_the_best_step_has_a_row_among_thousands(run):
     many = dataclasses.replace(found, history=tuple(steps))
     rows = Elements(_report.page(many)).with_data("data-step", "id")
     assert "step-50" in {row["id"] for row in rows}
-    assert len(rows) == len({row["id"] for row in rows}) == 300
+    assert len(rows) == len({row["id"] for row in rows}) == 200
 
 
 def ranked_run(path, *policies):
@@ -825,7 +825,7 @@ def test_many_steps_and_leaves_are_a_small_page(run):
     found = Elements(page)
     assert len(found.with_data("data-path", "data-rel")) == 100
     assert "The 100 that changed most" in page
-    assert len(found.with_data("data-step", "data-blocked")) == 300
+    assert len(found.with_data("data-step", "data-blocked")) == 200
 
 
 def test_ten_thousand_leaves_are_few_parts(tmp_path):
