@@ -15,6 +15,7 @@ import flaxckpt
 from flaxckpt import _storage
 from flaxckpt._steps import markers
 from tests.helpers.files import flip_bit, largest_file
+from tests.helpers.report_runs import charts_of
 from tests.ui.test_views import STATES, ask, open_page
 
 pytest.importorskip("starlette", reason="starlette is missing")
@@ -361,15 +362,15 @@ def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_pag
     shown = ask(overview.page, space, run="run")
     assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert "because it is not marked as damaged" in shown
-    assert "best 0.4<" in shown
+    [loss] = charts_of(shown)["metrics"]
+    assert loss["facts"].startswith("best 0.4 at step 3, ")
     assert "best 0.1" not in shown
     clause = "lowest, at step 3; step 2 with 0.1 would be better, but is damaged"
     assert (
         f"{clause}; policies count it until flaxckpt verify --mark marks it<" in shown
     )
-    strip = shown[shown.index("Existing and deleted steps") :]
-    assert 'class="point unusable" data-step="2"' in strip
-    assert 'class="point best" data-step="3"' in strip
+    assert loss["state"] == "dxb"
+    assert charts_of(shown)["steps"]["state"] == "dxb"
     chosen = ask(verify.page, space, run="run")
     assert ">2, damaged</option>" in chosen
     cli("verify", tmp_path / "run", 2, "--mark")
