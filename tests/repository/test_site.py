@@ -69,12 +69,14 @@ def test_every_document_is_a_page(site):
     assert [n for n in names if not (site / f"{n}.html").is_file()] == []
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_navigation(site, pages):
     home = Page(site / "index.html")
     linked = {site / link.partition("#")[0] for link in home.links}
     assert pages.keys() <= linked | {site / "index.html"}
 
 
+@pytest.mark.slow
 def test_every_link_leads_to_something(site, pages):
     broken = [
         f"{file.relative_to(site)}: {link}"
@@ -94,6 +96,7 @@ def leads_somewhere(file: Path, link: str, pages: dict[Path, Page]) -> bool:
     return target.is_file() and (not anchor or anchor in pages[target].ids)
 
 
+@pytest.mark.slow
 def test_raised_errors_link_to_their_reference(site, pages):
     links = pages[site / "reference/saving.html"].links
     assert "errors.html#flaxckpt.errors.RestoreMismatchError" in links
@@ -109,6 +112,7 @@ def test_links_of_the_documents_lead_to_files_of_the_repository_too():
     assert broken == []
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_other_hosts(site, pages):
     loaded = [url for page in pages.values() for url in page.loaded]
     for file in site.rglob("*.css"):
@@ -135,6 +139,7 @@ def exported(module: griffe.Module | griffe.Alias) -> Iterator[griffe.Alias]:
             yield found
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(pages, public):
     reference = [
         page for file, page in pages.items() if file.parent.name == "reference"
@@ -145,6 +150,7 @@ def test_every_public_name_is_in_the_reference(pages, public):
     assert [n.path for n in public if n.canonical_path not in explained] == []
 
 
+@pytest.mark.slow
 def test_every_method_is_in_the_reference_or_left_out(pages, public):
     """Also methods of base classes; the docstring of a class describes its fields.
 
@@ -179,6 +185,7 @@ def filters():
                 yield rf"{re.escape(path)}\.{name}"
 
 
+@pytest.mark.slow
 def test_the_reference_shows_no_private_names(site):
     private = re.compile(r"(?<![\w.\"'])_[a-z]\w*\.|\w\._\w|&lt;factory|field\(")
     for file in (site / "reference").glob("*.html"):
