@@ -212,8 +212,11 @@ def load_source(
     abstract_state: PyTree,
     options: planner.RestoreOptions,
     counter: _util.progress.Counter,
-) -> tuple[PyTree, tuple[Lineage, ...], int]:
-    """Returns a state for a run to begin with, its lineage, and its step."""
+) -> tuple[PyTree, tuple[Lineage, ...], int, str]:
+    """Returns a state for a run to begin with, its lineage, its step, and the outcome.
+
+    The outcome is how many leaves were loaded, initialized and left out, as a text.
+    """
     stored = locate.open_checkpoint(path, step)
     digest = _file_digest(stored)
     planned = Restore(stored, abstract_state, options, counter)
@@ -225,7 +228,8 @@ def load_source(
     origin = Lineage(stored.metadata.path, stored.step, digest, done)
     lineage = (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
     continues = options.optimizer != "reinit" and planned.has_optimizer()
-    return state, lineage, planned.find_start(state, origin) if continues else 0
+    start = planned.find_start(state, origin) if continues else 0
+    return state, lineage, start, planned.outcome
 
 
 def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
@@ -573,6 +577,11 @@ class Restore:
             and moment_slots.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
             for leaf in self._planned.leaves.values()
         )
+
+    @property
+    def outcome(self) -> str:
+        """How many leaves have each outcome: `2 loaded (1 cast), 6 init`."""
+        return describe_outcomes(self._planned)
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""

@@ -331,6 +331,8 @@ class Report:
             the parameters first.
         positions: The positions of dataset iterators, the oldest step first.
         lineage: The checkpoints that the run started from, the nearest first.
+        source_outcome: How many leaves of the nearest one were loaded, initialized and
+            dropped; empty if unknown.
         integrity: The integrity of each checkpoint, the oldest first.
         notes: Section -> the reason for missing or incomplete data.
     """
@@ -358,6 +360,7 @@ class Report:
     leaf_histories: tuple[LeafHistory, ...]
     positions: tuple[Position, ...]
     lineage: tuple[Lineage, ...]
+    source_outcome: str
     integrity: tuple[Integrity, ...]
     notes: Mapping[str, str]
 

@@ -145,6 +145,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         leaf_histories=_leaf_histories(root, repeated) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
+        source_outcome=save_history.source_outcome(events),
         integrity=checks,
         notes=notes,
     )

@@ -73,6 +73,7 @@ def lineage(
         "lineage.html",
         origins=report.lineage[::-1],
         links=links,
+        outcome=report.source_outcome,
         name=section.display_name(report.path) or report.path,
         kind="this run" if report.is_run else "this checkpoint",
         display_name=section.display_name,

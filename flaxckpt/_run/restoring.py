@@ -124,10 +124,11 @@ class Restores:
         options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
-        state, lineage, start_step = _checkpoint.restore.load_source(
+        state, lineage, start_step, outcome = _checkpoint.restore.load_source(
             path, step, abstract_state, options, counter
         )
-        self._report_restored(lineage[0].step, lineage[0].path, counter, start)
+        origin = lineage[0]
+        self._report_restored(origin.step, origin.path, counter, start, outcome=outcome)
         return state, lineage, start_step
 
     def _complete(self, options: RestoreOptions) -> RestoreOptions:
@@ -144,10 +145,11 @@ class Restores:
         path: Path | str,
         counter: _util.progress.Counter,
         start: float,
+        **details: str,
     ) -> None:
         secs = time.monotonic() - start
         self._run.events.emit(
-            "restored", step, path=path, bytes=counter.total, secs=secs
+            "restored", step, path=path, bytes=counter.total, secs=secs, **details
         )
 
     # ---- choosing a step -----------------------------------------------------

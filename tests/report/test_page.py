@@ -274,6 +274,9 @@ def test_report_shows_the_recorded_lineage(run):
     found = gather(run).lineage
     assert found == flaxckpt.metadata(run).lineage
     assert found[0].path == str(_original(run) / "source")
+    outcome = gather(run).source_outcome
+    assert outcome == "9 init, 2 loaded"
+    assert outcome in _text(_report.page(gather(run)))
 
 
 def _original(run):
