@@ -457,3 +457,28 @@ def test_a_printed_page_cuts_nothing_off(show, report):
     assert set(page.eval_on_selector_all(".scroll", fades)) == {"none"}
     for hidden in ("nav", ".control"):
         assert not page.locator(hidden).first.is_visible()
+
+
+ODD = {
+    "no steps": [],
+    "one step": [(5, {"loss": 1.0})],
+    "no metrics": [(1, {}), (2, {})],
+    "never finite": [(1, {"m": math.nan}), (2, {"m": math.inf})],
+    "huge": [(10**12, {"m": 1e300}), (2 * 10**12, {"m": -1e300})],
+    "constant": [(1, {"m": 0.0}), (2, {"m": 0.0})],
+    "a long name": [(1, {"m" * 500: 1.0}), (2, {"m" * 500: 2.0})],
+}
+
+
+def test_odd_runs_are_pages_without_errors_that_fit(show, tmp_path):
+    for name, rows in ODD.items():
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step, metrics in rows:
+                run.save(step, {"w": np.full(3, step)}, metrics=metrics)
+        found = _report.gather(tmp_path / name, _report.ReportOptions())
+        opened = show(found, width=390)
+        for over in opened.page.query_selector_all(".u-over")[:1]:
+            over.hover()
+        assert opened.messages == [], name
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert opened.texts(".verdict")[0], name
