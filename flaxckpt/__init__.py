@@ -154,12 +154,21 @@ if not TYPE_CHECKING:  # type checkers would accept any name
             if name == "__version__":
                 return _find_version()
             guessed_names = _doors.import_module(f"{__name__}._util.guessed_names")
-            raise guessed_names.unknown_name(__name__, name)
+            raise guessed_names.unknown_name(__name__, name, _find_module(name))
         home = _HOMES.get(name)
         module = _doors.import_module(f"{__name__}.{home or name}")
         value = module if home is None else getattr(module, name)
         globals()[name] = value
         return value
+
+    def _find_module(name: str) -> str | None:
+        """Returns the public module that has a name; None if none has."""
+        if name.startswith("_"):
+            return None
+        for module in (each for each in __all__ if each not in _HOMES):
+            if name in _doors.import_module(f"{__name__}.{module}").__all__:
+                return module
+        return None
 
     def _find_version() -> str:
         metadata = _doors.import_module("importlib.metadata")

@@ -49,9 +49,7 @@ def read_answers() -> Mapping[str, Mapping[str, str]]:
                 for other in names:
                     found |= parse(shared[other])
                 continue
-            prefix = answer.removesuffix("*") if answer.endswith(".*") else None
-            for name in names_of(names):
-                found[name] = answer if prefix is None else prefix + name
+            found |= dict.fromkeys(names_of(names), answer)
         return found
 
     return {place: parse(answers) for place, answers in table["answers"].items()}
@@ -101,11 +99,22 @@ def answer(place: str, name: str) -> str | None:
     return _answers_of(place).get(name)
 
 
-def unknown_name(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a module does not have."""
-    return _answered(module, name) or AttributeError(
-        f"module {module!r} has no attribute {name!r}", name=name
-    )
+def unknown_name(module: str, name: str, inner: str | None = None) -> AttributeError:
+    """Returns the error for a name that a module does not have.
+
+    Args:
+        module: The module.
+        name: The name.
+        inner: The module inside that has the name, if there is one.
+    """
+    if (error := _answered(module, name)) is not None:
+        return error
+    if inner is not None:
+        return errors.UnknownNameError(
+            f"{module} has no {name}: write {module}.{inner}.{name}"
+        )
+    message = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(message, name=name)
 
 
 def _answered(place: str, name: str) -> errors.UnknownNameError | None:

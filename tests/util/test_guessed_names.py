@@ -17,7 +17,7 @@ from flax.training import checkpoints
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import configs, errors, policies, transforms
+from flaxckpt import configs, datasets, errors, policies, transforms
 from flaxckpt._util import guessed_names
 from flaxckpt._util.guessed_names import CALL, read_answers
 
@@ -308,12 +308,13 @@ def test_explained_objects_are_as_before():
 # ---- the table has the names of other libraries --------------------------------------
 
 
-def test_all_policies_and_transforms_are_found_from_the_package():
-    names = set(ANSWERS["flaxckpt"])
-    public = {n for n in policies.__all__ if n[0].isupper()}
-    assert public - names == {"PreservationPolicy", "Ranked"}
-    functions = {n for n in transforms.__all__ if n[0].islower()}
-    assert functions <= names
+@pytest.mark.parametrize("module", [configs, datasets, errors, policies, transforms])
+def test_names_of_all_modules_are_found_from_the_package(module):
+    for name in {*module.__all__} - {*ANSWERS["flaxckpt"]}:
+        with pytest.raises(errors.UnknownNameError) as raised:
+            getattr(flaxckpt, name)
+        answer = f"write {module.__name__}.{name}"
+        assert str(raised.value) == f"flaxckpt has no {name}: {answer}"
 
 
 def missing(theirs, place, *others):
