@@ -292,6 +292,13 @@ def rows(lines: object, count: int | None = None) -> str:
     return "\n".join(shown)
 
 
+def one_or_rows(faults: Sequence[str]) -> str:
+    """Returns a single fault of a leaf as it is, and several as `rows`, counted."""
+    if len(faults) == 1:
+        return printable(faults[0])
+    return f"{len(faults)} leaves:\n{rows(faults)}"
+
+
 def first_few(names: Sequence[str], most: int = 5) -> str:
     """Returns the first `most` names, joined by commas, with an ellipsis if cut."""
     shown = ", ".join(map(name_leaf, names[:most]))

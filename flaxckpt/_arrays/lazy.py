@@ -34,10 +34,10 @@ once, to the type that is stored or restored, however many functions have comput
 
 
 class Deriver:
-    """Creates computed leaves for a transform.
+    """Creates computed leaves for a transform, in `with` blocks.
 
-    Caches the result shapes of functions during the transform, because tracing is slow
-    and layers are alike.
+    The end of a block raises one error for all leaves that cannot be computed. Caches
+    the result shapes of functions, because tracing is slow and layers are alike.
 
     Args:
         what: The transform, for messages.
@@ -46,6 +46,17 @@ class Deriver:
     def __init__(self, what: str) -> None:
         self._what = what
         self._shapes: dict[Hashable, Any] = {}
+        self._faults: list[str] = []
+
+    def __enter__(self) -> Deriver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._faults:
+            raise errors.OptionError(
+                f"{self._what:.200} cannot be applied to"
+                f" {errors.one_or_rows(self._faults)}"
+            )
 
     def __call__(
         self,
@@ -67,9 +78,6 @@ class Deriver:
                 has 64 bits.
             precision: How `fn` gets floats. With `wide`, the new leaf has the type of
                 the first of `leaves`, whatever `fn` returns.
-
-        Raises:
-            OptionError: `fn` cannot be traced, or its result cannot be stored.
         """
         base = base or leaves[0].info
         infos = [leaf.info for leaf in leaves]
@@ -78,21 +86,14 @@ class Deriver:
                 has_wide_fn(leaf) for leaf in leaves
             )
         try:
-            result = self._shape(fn, infos, is_wide, precision)
-        except jax.errors.JAXTypeError as error:
-            raise errors.OptionError(
-                f"{self._what} cannot be traced for {base.path}: use jax.numpy, which"
-                f" works on arrays before they are read ({_first_line(error)})"
-            ) from None
+            info = _result_info(base, self._shape(fn, infos, is_wide, precision))
         except errors.CheckpointError:
             raise
         except Exception as error:
             forms = ", ".join(str(info) for info in infos[:3])
-            raise errors.OptionError(
-                f"{self._what} cannot be applied to {base.path}, {forms}:"
-                f" {_first_line(error)}"
-            ) from None
-        info = _result_info(base, result, self._what)
+            path = errors.name_leaf(base.path)
+            self._faults.append(f"{path}, {forms}: {_reason(error)}")
+            return Leaf(base, ())
         sources = tuple(source for leaf in leaves for source in leaf.sources)
         computation = _Computation(tuple(leaves), fn, is_wide, precision)
         return Leaf(info, sources, computation, _joined_transforms(leaves))
@@ -337,8 +338,15 @@ def has_wide_fn(leaf: Leaf) -> bool:
     return isinstance(leaf.fn, _Computation) and leaf.fn.is_wide
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0][:200]
+def _reason(error: Exception) -> str:
+    """Returns the reason why a function cannot be applied, in one line."""
+    first_line = str(error).strip().split("\n", maxsplit=1)[0][:200]
+    if isinstance(error, jax.errors.JAXTypeError):
+        return (
+            "it cannot be traced: use jax.numpy, which works on arrays before they are"
+            f" read ({first_line})"
+        )
+    return first_line
 
 
 def value_fn(leaf: Leaf) -> Fn:
@@ -411,15 +419,13 @@ def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, dtype)
 
 
-def _result_info(base: LeafInfo, result: Any, what: str) -> LeafInfo:
+def _result_info(base: LeafInfo, result: Any) -> LeafInfo:
     info: LeafInfo | str = str(result)
     if isinstance(result, jax.ShapeDtypeStruct):
         leaf = _state.tree.TreeLeaf(base.keys, result, False)
         info = _state.describe.describe(base.path, leaf)
     if isinstance(info, str):
-        raise errors.OptionError(
-            f"{what} must return one array for {base.path}, got {info[:80]}"
-        )
+        raise ValueError(f"it must return one array, got {info[:80]}")
     is_number = base.kind == "scalar" and not info.shape
     if info.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):
         info = dataclasses.replace(info, kind=base.kind, python_type=base.python_type)

@@ -251,7 +251,7 @@ class OptimizerMatcher:
         around it.
         """
         known = {place for _, _, place in self._places}
-        wrappers = {above for place in known for above in _above(place)}
+        wrappers = {above for place in known for above in _state.tree.prefixes(place)}
         return {
             path: _state.optax_containers.class_name(node)
             for path, node in _containers(self._structure, ())
@@ -259,7 +259,7 @@ class OptimizerMatcher:
             and not _state.optax_containers.is_gone(node.type)
             and next(_state.optax_containers.leaves(node), None) is not None
             and path not in wrappers
-            and known.isdisjoint((path, *_above(path)))
+            and known.isdisjoint((path, *_state.tree.prefixes(path)))
         }
 
     @_util.forks.lazy
@@ -297,7 +297,7 @@ class OptimizerMatcher:
         A container counts as several optimizers if the checkpoint or the wanted state
         says so.
         """
-        for path in (place, *_above(place)):
+        for path in (place, *_state.tree.prefixes(place)):
             if path in self._optimizers:
                 return path
         return optimizer
@@ -314,7 +314,8 @@ class OptimizerMatcher:
         unnamed = dict.fromkeys(
             path
             for path in children
-            if path not in self._classes and known.isdisjoint((path, *_above(path)))
+            if path not in self._classes
+            and known.isdisjoint((path, *_state.tree.prefixes(path)))
         )
         for path, node in _containers(self._structure, ()):
             if path in known and _state.optax_containers.is_gone(node.type):
@@ -664,23 +665,12 @@ def place_of_state(info: LeafInfo) -> LeafPath | None:
     role = info.role
     if role is None or not role.state_class or info.kind == "empty":
         return None
-    tail = _tail(role)
-    path = info.path if info.path.endswith(tail) else _state.tree.without_box(info.path)
-    if path == tail:
-        return ""
-    return path[: -len(tail) - 1] if path.endswith(f"/{tail}") else None
+    return _state.tree.before(info.path, _tail(role))
 
 
 def _tail(role: Role) -> LeafPath:
     """Returns the path of a leaf relative to the transform's state."""
     return f"{role.field}/{role.param}" if role.param else role.field
-
-
-def _above(path: LeafPath) -> Iterator[LeafPath]:
-    """Yields the paths of the containers around a path, innermost first."""
-    while path:
-        path = path.rpartition("/")[0]
-        yield path
 
 
 def _containers(

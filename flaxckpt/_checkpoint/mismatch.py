@@ -15,7 +15,7 @@ from flaxckpt import _arrays, _state, errors
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
-from flaxckpt._transforms import moment_slots
+from flaxckpt._transforms import mirrors
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
@@ -512,7 +512,7 @@ def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
         if path not in other:
             return ()
         wanted = planned.leaves[path].wanted
-        if wanted is None or moment_slots.is_optimizer_leaf(path, wanted):
+        if wanted is None or mirrors.is_optimizer_leaf(path, wanted):
             continue
         if any(re.fullmatch(pattern, path) for pattern in patterns):
             continue

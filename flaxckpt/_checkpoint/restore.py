@@ -20,7 +20,7 @@ from flaxckpt._formats import locate, reader
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._transforms import base as _transforms
-from flaxckpt._transforms import from_text, moment_slots
+from flaxckpt._transforms import from_text, mirrors
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
@@ -574,7 +574,7 @@ class Restore:
         return any(
             leaf.wanted is not None
             and "init" not in leaf.actions
-            and moment_slots.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
+            and mirrors.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
             for leaf in self._planned.leaves.values()
         )
 

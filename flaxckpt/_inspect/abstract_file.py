@@ -20,7 +20,7 @@ import numpy as np
 from flaxckpt import _formats, _state, _steps, _storage, errors
 from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._transforms import moment_slots
+from flaxckpt._transforms import mirrors
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
 
 _MAX_FILE_BYTES = 2**28
@@ -58,7 +58,7 @@ class TargetState(NamedTuple):
         if self.run == _run_directory(_storage.paths.resolve(path)):
             return False
         leaves = _state.flax_state.leaves_by_path(self.state)
-        return self.has_classes and any(map(moment_slots.is_in_optimizer, leaves))
+        return self.has_classes and any(map(mirrors.is_in_optimizer, leaves))
 
     def check_source(self) -> None:
         """Raises an error if the optimizer of a new run cannot be recognised.
@@ -79,7 +79,7 @@ class TargetState(NamedTuple):
         if self.has_classes:
             return []
         leaves = _state.flax_state.leaves_by_path(self.state)
-        return [path for path in leaves if moment_slots.is_in_optimizer(path)]
+        return [path for path in leaves if mirrors.is_in_optimizer(path)]
 
 
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:

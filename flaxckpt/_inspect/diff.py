@@ -14,7 +14,7 @@ from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
 from flaxckpt._transforms import base as _transforms
-from flaxckpt._transforms import moment_slots, patterns
+from flaxckpt._transforms import mirrors, patterns
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr.metadata import Array
 from flaxckpt.transforms import Transform
@@ -386,7 +386,7 @@ class _Order:
 
     def place(self, path: LeafPath) -> tuple[bool, int]:
         """Returns the sort key of a leaf's branch."""
-        is_optimizer = moment_slots.is_optimizer_leaf(path, self._infos[path])
+        is_optimizer = mirrors.is_optimizer_leaf(path, self._infos[path])
         return is_optimizer, self._branches[_branch(path)]
 
 

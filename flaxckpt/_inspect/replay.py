@@ -19,7 +19,7 @@ from flaxckpt._inspect import bits, fingerprint
 from flaxckpt._inspect.bits import BitDiff
 from flaxckpt._inspect.fingerprint import Fingerprint
 from flaxckpt._run.checkpointer import Checkpointer
-from flaxckpt._transforms import moment_slots
+from flaxckpt._transforms import mirrors
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.transforms import Transform
 
@@ -428,7 +428,7 @@ def _find_state(
 
 
 def _parameters_first(paths: Iterable[LeafPath]) -> list[LeafPath]:
-    return sorted(paths, key=moment_slots.is_in_optimizer)
+    return sorted(paths, key=mirrors.is_in_optimizer)
 
 
 def _on_host(value: Any) -> Any:

@@ -9,7 +9,7 @@ from flaxckpt import errors
 from flaxckpt import transforms as tf
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._transforms import base as _transforms
-from flaxckpt._transforms import moment_slots
+from flaxckpt._transforms import mirrors
 from flaxckpt._util import humanize
 from flaxckpt.transforms import Transform
 
@@ -85,7 +85,7 @@ def describe_fresh(
     if not fresh:
         return ""
     leaves = humanize.count(len(fresh), "leaf", "leaves")
-    has_optimizer = any(moment_slots.is_optimizer_leaf(*each) for each in fresh.items())
+    has_optimizer = any(mirrors.is_optimizer_leaf(*each) for each in fresh.items())
     if missing == "init":
         text = (
             f"Not from the checkpoint: {leaves}. Pass a state with values for them, not"

@@ -17,7 +17,7 @@ from flaxckpt._maps.families import FAMILIES
 from flaxckpt._maps.family import Family
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms.base import apply
-from flaxckpt._transforms.moment_slots import find_mirrors
+from flaxckpt._transforms.mirrors import outside
 from flaxckpt._types import JSON, LeafPath, PathLike, PyTree, Shape
 from flaxckpt.transforms import Transform
 
@@ -294,12 +294,8 @@ def find_detected(
 def _parameters(state: PyTree) -> dict[LeafPath, Shape]:
     """Returns the shapes of a state's arrays, without those of its optimizers."""
     table = _state.flax_state.flatten(state).table_with_roles()
-    mirrors = find_mirrors(table).known
-    return {
-        path: leaf.info.shape
-        for path, leaf in table.items()
-        if leaf.info.kind == "array" and leaf.info.role is None and path not in mirrors
-    }
+    leaves = outside(table).items()
+    return {path: leaf.info.shape for path, leaf in leaves if leaf.info.kind == "array"}
 
 
 def _options(family: Family, table: LeafTable) -> Iterator[tuple[str, dict[str, str]]]:

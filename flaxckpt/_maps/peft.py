@@ -13,22 +13,23 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _state, errors
+from flaxckpt import _state, errors
 from flaxckpt._maps import family as maps_family
 from flaxckpt._maps import named
 from flaxckpt._maps.checked import CheckedMap
-from flaxckpt._state.leaf import Leaf, LeafTable
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import affine, export, lora
 from flaxckpt._transforms import base as transforms_base
 from flaxckpt._transforms import remap as transforms_remap
 from flaxckpt._transforms.axis_form import Form
-from flaxckpt._transforms.base import NewLeaf, TableTransform
+from flaxckpt._transforms.base import TableTransform
+from flaxckpt._transforms.rows import LeafRow, apply_rows
 from flaxckpt._types import LeafPath
 from flaxckpt.transforms import Transform
 
@@ -150,19 +151,13 @@ class ToPeft(TableTransform):
             )
         ends = {pair.a: "lora_A" for pair in pairs}
         ends |= {pair.b: "lora_B" for pair in pairs}
-        derive = _arrays.lazy.Deriver(str(self))
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items() if not is_mirror else ():
-                for part in parts[path]:
-                    is_first = ends[path] == "lora_A"
-                    fn = _first if is_first else _second_fn(part.taken)
-                    name = f"{MODEL}/{part.module}/{ends[path]}/weight"
-                    yield NewLeaf(path, name, derive([leaf], fn))
-
-        return transforms_base.replace(
-            {path: params[path] for path in parts}, parts, act
-        )
+        rows = []
+        for path, listed in parts.items():
+            names = [f"{MODEL}/{part.module}/{ends[path]}/weight" for part in listed]
+            is_first = ends[path] == "lora_A"
+            fns = [_first if is_first else _second_fn(part.taken) for part in listed]
+            rows.append(LeafRow([path], list(zip(names, fns, strict=True))))
+        return apply_rows({path: params[path] for path in parts}, rows, str(self))
 
     def _find_remap(self) -> transforms_remap._Remap:
         """Returns the only `remap` of the map.

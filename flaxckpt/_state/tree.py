@@ -88,6 +88,28 @@ def without_box(path: LeafPath) -> LeafPath:
     return outer if outer and name in BOX_FIELDS else path
 
 
+def before(path: LeafPath, end: LeafPath) -> LeafPath | None:
+    """Returns the path before the end of a stored leaf's path; None for another end.
+
+    Args:
+        path: Path of the leaf, perhaps with the field name of its box.
+        end: The end, without that name; part of it may have the name of a field.
+    """
+    for bare in (path, without_box(path)):
+        if f"/{bare}".endswith(f"/{end}"):
+            return bare[: -len(end)].removesuffix("/")
+    return None
+
+
+def prefixes(path: LeafPath) -> Iterator[str]:
+    """Yields the proper prefixes of a path: for `a/b/c`, `a/b`, `a` and empty."""
+    end = path.rfind("/")
+    while end >= 0:
+        yield path[:end]
+        end = path.rfind("/", 0, end)
+    yield ""
+
+
 def escape(name: str) -> str:
     """Returns the part of a leaf path for a key, the inverse of `unescape`."""
     if "%" in name or "/" in name:

@@ -24,7 +24,7 @@ from flaxckpt._suggest.patterns import FEWEST, Pattern, find_patterns, number_pl
 from flaxckpt._suggest.renames import find_renames
 from flaxckpt._suggest.rows import Row
 from flaxckpt._transforms import base as _transforms
-from flaxckpt._transforms.moment_slots import find_mirrors
+from flaxckpt._transforms.mirrors import outside
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.transforms import Transform, remap
 
@@ -449,15 +449,8 @@ def _patterns_of(infos: Mapping[LeafPath, LeafInfo], fewest: int) -> list[Patter
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
     """Returns the arrays of a table that are not an optimizer's."""
-    mirrors = find_mirrors(table)
-    return {
-        path: leaf.info
-        for path, leaf in table.items()
-        if leaf.info.kind == "array"
-        and leaf.info.role is None
-        and path not in mirrors.known
-        and path not in mirrors.unclear
-    }
+    leaves = outside(table).items()
+    return {path: leaf.info for path, leaf in leaves if leaf.info.kind == "array"}
 
 
 class _Guess:

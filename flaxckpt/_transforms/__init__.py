@@ -15,9 +15,10 @@ if TYPE_CHECKING:
         from_text,
         indexed_names,
         lora,
-        moment_slots,
+        mirrors,
         patterns,
         remap,
+        rows,
         tie,
     )
 
@@ -29,9 +30,10 @@ __all__ = [
     "from_text",
     "indexed_names",
     "lora",
-    "moment_slots",
+    "mirrors",
     "patterns",
     "remap",
+    "rows",
     "tie",
 ]
 

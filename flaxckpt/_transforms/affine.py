@@ -6,18 +6,18 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Iterator
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _util, errors
+from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
-from flaxckpt._transforms import base
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.map_values import ArrayFn, is_copy
+from flaxckpt._transforms import base, mirrors
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.map_values import ArrayFn
 from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._transforms.rows import LeafRow, ValueMap, apply_rows
 from flaxckpt._types import LeafPath
 
 _log = logging.getLogger(__name__)
@@ -41,53 +41,13 @@ class _Affine(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         chosen = base.match_arrays(self.pattern, table, str(self))
-        derive = _arrays.lazy.Deriver(str(self))
-        fns: dict[float, ArrayFn] = {}
-
-        def multiplied(factor: float) -> ArrayFn:
-            return fns.setdefault(factor, multiply_by(factor))
-
-        fn = add(self.number) if self.verb == "offset" else multiplied(self.number)
-        guessed: list[LeafPath] = []
-        left_out: list[LeafPath] = []
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items():
-                if leaf.info.kind == "empty":
-                    yield NewLeaf(path, path, leaf)
-                elif not is_mirror or is_copy(leaf):
-                    yield NewLeaf(path, path, derive([leaf], fn, precision="wide"))
-                elif self.verb == "offset":  # gradients stay as they are
-                    yield NewLeaf(path, path, leaf)
-                elif (power := _gradient_power(leaf, path, table)) is not None:
-                    factor = self.number**-power
-                    if _may_be_norm(leaf, power):
-                        if self.nu == "norms":
-                            factor = 1 / abs(self.number)
-                        if self.nu is None:
-                            guessed.append(leaf.info.path)
-                    new = derive([leaf], multiplied(factor), precision="wide")
-                    yield NewLeaf(path, path, new)
-                else:  # initialised again
-                    left_out.append(leaf.info.path)
-
-        new = base.replace(table, chosen, act, moves=False)
-        if guessed:
-            _log.warning(
-                "%s takes leaves for means of squared gradients, as of Adam: %s."
-                " Pass nu='squares' if they are, or nu='norms' if they are of Adamax,"
-                " whose state is of the same class",
-                self,
-                errors.first_few(guessed, 3),
-            )
-        if left_out:
-            _log.warning(
-                "%s leaves out %d moments, because nothing says how they depend on"
-                " gradients; they are initialised again: %s",
-                self,
-                len(left_out),
-                errors.first_few(left_out, 3),
-            )
+        fn = ValueMap(add(self.number), "wide")
+        if self.verb == "scale":
+            fn = _Scaling(multiply_by(self.number), "wide", of=self, table=table)
+        rows = [LeafRow([path], [(path, fn)]) for path in chosen]
+        new = apply_rows(table, rows, str(self), moves=False)
+        if isinstance(fn, _Scaling):
+            fn.warn()
         return new
 
     def __str__(self) -> str:
@@ -96,6 +56,56 @@ class _Affine(TableTransform):
     def inverse(self) -> Transform:
         number = -self.number if self.verb == "offset" else 1 / self.number
         return dataclasses.replace(self, number=number)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scaling(ValueMap):
+    """Multiplies parameters by a factor, and their moments by a power of it.
+
+    Attributes:
+        of: The transform.
+        table: All leaves.
+        guessed: The moments that are of another power if the optimizer is Adamax.
+        left_out: The moments of an unknown power.
+    """
+
+    of: _Affine = dataclasses.field(kw_only=True)
+    table: LeafTable = dataclasses.field(kw_only=True)
+    guessed: list[LeafPath] = dataclasses.field(default_factory=list)
+    left_out: list[LeafPath] = dataclasses.field(default_factory=list)
+    _fns: dict[float, ArrayFn] = dataclasses.field(default_factory=dict)
+
+    def of_mirror(self, mirror: Leaf, before: Leaf, after: Leaf) -> ArrayFn | None:
+        power = _gradient_power(mirror, before.info.path, self.table)
+        if power is None:
+            self.left_out.append(mirror.info.path)
+            return None
+        factor = self.of.number**-power
+        if _may_be_norm(mirror, power):
+            if self.of.nu == "norms":
+                factor = 1 / abs(self.of.number)
+            if self.of.nu is None:
+                self.guessed.append(mirror.info.path)
+        return self._fns.setdefault(factor, multiply_by(factor))
+
+    def warn(self) -> None:
+        """Warns of moments that were guessed or left out."""
+        if self.guessed:
+            _log.warning(
+                "%s takes leaves for means of squared gradients, as of Adam: %s."
+                " Pass nu='squares' if they are, or nu='norms' if they are of Adamax,"
+                " whose state is of the same class",
+                self.of,
+                errors.first_few(self.guessed, 3),
+            )
+        if self.left_out:
+            _log.warning(
+                "%s leaves out %d moments, because nothing says how they depend on"
+                " gradients; they are initialised again: %s",
+                self.of,
+                len(self.left_out),
+                errors.first_few(self.left_out, 3),
+            )
 
 
 def offset(pattern: str, value: float) -> TableTransform:
@@ -191,36 +201,8 @@ def _operand(x: jax.Array, number: float) -> jax.Array | float:
 
 # ---- moments ------------------------------------------------------------------------
 
-_POWERS = {
-    "FactoredState": {"v_row": 2, "v_col": 2, "v": 2},
-    "MadgradState": {"grad_sum_sq": 2, "s": 1},
-    "MuonState": {"mu": 1},
-    "ScaleByAdamState": {"mu": 1, "nu": 2},
-    "ScaleByAdanState": {"m": 1, "v": 1, "n": 2, "g": 1},
-    "ScaleByAdemamixState": {"m1": 1, "m2": 1, "nu": 2},
-    "ScaleByAmsgradState": {"mu": 1, "nu": 2, "nu_max": 2},
-    "ScaleByBeliefState": {"mu": 1, "nu": 2},
-    "ScaleByLBFGSState": {
-        "updates": 1,
-        "diff_updates_memory": 1,
-        "diff_params_memory": -1,
-    },
-    "ScaleByLionState": {"mu": 1},
-    "ScaleByRStdDevState": {"mu": 1, "nu": 2},
-    "ScaleByRStdDevWithCountState": {"mu": 1, "nu": 2},
-    "ScaleByRmsState": {"nu": 2},
-    "ScaleByRmsWithCountState": {"nu": 2},
-    "ScaleByRssState": {"sum_of_squares": 2},
-    "ScaleBySimplifiedAdEMAMixState": {"m": 1, "n": 2},
-}
-"""Class and field of a moment -> the power of the gradient that it holds.
-
-`TraceState`, `EmaState` and `ScaleByOptimisticGradientState` are absent: behind another
-transform, as in `rmsprop`, they hold updates, and nothing in their roles says so.
-"""
-
 _NAMES = {"mu": 1, "nu": 2}
-"""The same for fields of checkpoints without roles."""
+"""`mirrors.held` for fields of checkpoints without roles."""
 
 _OF_ADAMAX = "ScaleByAdamState", "nu"
 """Adam keeps means of squares here, and Adamax maxima: optax has one class for both."""
@@ -230,7 +212,8 @@ def _gradient_power(mirror: Leaf, param: LeafPath, table: LeafTable) -> int | No
     """Returns the power of the gradient that a moment of `param` holds, or None."""
     role = mirror.info.role
     if role is not None and role.state_class:
-        return _POWERS.get(role.state_class, {}).get(role.field)
+        held = mirrors.held(mirror)
+        return held if isinstance(held, int) else None
     own, of_param = mirror.info.path.split("/"), param.split("/")
     while own and of_param and own[-1] == of_param[-1]:
         own.pop()

@@ -6,7 +6,6 @@ import abc
 import contextlib
 import dataclasses
 import inspect
-import logging
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,17 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
-from flaxckpt._transforms.moment_slots import (
-    Mirror,
-    Mirrors,
-    Slot,
-    find_mirrors,
-    prefixes,
-)
 from flaxckpt._transforms.patterns import no_match
 from flaxckpt._types import LeafPath
-
-_log = logging.getLogger(__name__)
 
 Transform: TypeAlias = Callable[[LeafTable], LeafTable]
 """Leaf table in, leaf table out."""
@@ -174,7 +164,9 @@ def _with_containers(table: LeafTable) -> LeafTable:
     Raises:
         OptionError: A leaf has the path of a container.
     """
-    containers = {beginning for path in table for beginning in prefixes(path)}
+    containers = {
+        beginning for path in table for beginning in _state.tree.prefixes(path)
+    }
     both = [path for path in table if path and path in containers]
     faults = [path for path in both if table[path].info.kind != "empty"]
     if faults:
@@ -194,15 +186,10 @@ def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | Non
 
     None if a transform has no inverse.
     """
-    undone = []
-    for transform in reversed(transforms):
-        if not isinstance(transform, TableTransform):
-            return None
-        try:
-            undone.append(transform.on_restore())
-        except errors.OptionError:
-            return None
-    return [transform for transform in undone if transform is not None]
+    try:
+        return undo(transforms, on_restore=True)
+    except errors.OptionError:
+        return None
 
 
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
@@ -326,7 +313,7 @@ def match_arrays(
     if strings:
         raise errors.OptionError(
             f"{what} works on arrays, but these leaves are strings:"
-            f" {', '.join(strings[:5])}; choose a pattern that excludes them"
+            f" {errors.one_or_rows(strings)}\nChoose a pattern that excludes them"
         )
     return chosen
 
@@ -346,163 +333,6 @@ class NewLeaf(NamedTuple):
     at: LeafPath
     path: LeafPath
     leaf: Leaf
-
-
-Act: TypeAlias = Callable[[dict[LeafPath, Leaf], bool], Iterable[NewLeaf]]
-"""Maps leaves by path, and whether they are mirrors, to the new leaves."""
-
-
-def replace(
-    table: LeafTable, chosen: Iterable[LeafPath], act: Act, *, moves: bool = True
-) -> LeafTable:
-    """Returns the table with `chosen` leaves, and their mirrors, replaced.
-
-    Args:
-        table: Old table.
-        chosen: The leaves that the transform matches.
-        act: Called once for the chosen leaves, and once for each slot with their
-            mirrors, under the paths of the mirrored parameters.
-        moves: True if leaves get new paths. Mirrors that are chosen themselves are then
-            moved as chosen; otherwise they follow their parameters.
-
-    Raises:
-        OptionError: Two leaves get the same path, or the parameters of moments are
-            ambiguous.
-    """
-    mirrored = find_mirrors(table)
-    direct = {path: path for path in chosen}
-    members: dict[Slot | None, dict[LeafPath, LeafPath]] = {None: direct}
-    known = {**mirrored.known, **_resolve_ambiguous(mirrored, direct)}
-    for path, mirror in known.items():
-        if mirror.param in direct and (path not in direct or not moves):
-            members.setdefault(mirror.slot, {})[mirror.param] = path
-    for paths in list(members.values())[1:]:
-        for path in paths.values():
-            direct.pop(path, None)
-    _warn_of_lost(mirrored, direct, table)
-    rows: dict[LeafPath, list[NewLeaf]] = {}
-    gone: set[LeafPath] = set()
-    new_paths: dict[LeafPath, list[LeafPath]] = {}
-    renamed = _Renamed(known, new_paths)
-    for slot, paths in members.items():
-        leaves = {param: table[path] for param, path in paths.items()}
-        gone.update(paths.values())
-        for at, new, leaf in act(leaves, slot is not None):
-            where = paths[at]
-            if slot is None:
-                new_paths.setdefault(at, []).append(new)
-            else:
-                name = renamed(where, new)
-                leaf = _with_role_of(leaf, name, known[where].name)
-                new = slot.path(name)
-            rows.setdefault(where, []).append(NewLeaf(where, new, leaf))
-    for path in direct.keys() & known.keys():
-        names = [renamed(path, p) for p in new_paths.get(known[path].param, ())]
-        rows[path] = [_retarget(row, names) for row in rows.get(path, ())]
-    return assemble(table, gone, rows)
-
-
-class _Renamed:
-    """Returns the new names of mirrors, once all parameters have their new paths.
-
-    Args:
-        known: Leaf path -> the mirrored parameter.
-        new_paths: Parameter -> its new paths.
-    """
-
-    def __init__(
-        self,
-        known: Mapping[LeafPath, Mirror],
-        new_paths: Mapping[LeafPath, Sequence[LeafPath]],
-    ) -> None:
-        self._known = known
-        self._new_paths = new_paths
-        self._first_keys: dict[str, set[str]] = {}
-
-    def __call__(self, path: LeafPath, new: LeafPath) -> LeafPath:
-        """Returns the new name of the mirror `path` of a parameter that moves."""
-        if not self._first_keys:
-            for mirror in self._known.values():
-                keys = self._first_keys.setdefault(mirror.root, set())
-                for param in self._new_paths.get(mirror.param, ()):
-                    keys.add(param.partition("/")[0])
-        mirror = self._known[path]
-        has_root = len(self._first_keys[mirror.root]) <= 1
-        return mirror.renamed(new, has_root=has_root)
-
-
-def _resolve_ambiguous(
-    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
-) -> dict[LeafPath, Mirror]:
-    """Returns mirrors with several possible parameters, all of them chosen.
-
-    Raises:
-        OptionError: Only some of the possible parameters are chosen.
-    """
-    agreed = {}
-    faults = {}
-    for path, (slot, candidates) in mirrored.unclear.items():
-        of_chosen = [param in chosen for param in candidates.values()]
-        if all(of_chosen):
-            root, param = next(iter(candidates.items()))
-            agreed[path] = Mirror(param, param.removeprefix(root), slot)
-        elif any(of_chosen) and path not in chosen:
-            faults[path] = " or ".join(candidates.values())
-    if faults:
-        raise errors.OptionError(
-            "the parameters of"
-            f" {_util.humanize.count(len(faults), 'moment')} are ambiguous:\n"
-            + errors.rows(f"{path}: {which}" for path, which in faults.items())
-            + "\nLet the pattern match the moments as well, or drop them first."
-        )
-    return agreed
-
-
-def _warn_of_lost(
-    mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath], table: LeafTable
-) -> None:
-    """Warns of moments that resemble changed parameters' moments but do not follow."""
-
-    def look(path: LeafPath) -> tuple[object, ...]:
-        return *path.split("/")[-2:], table[path].info.shape
-
-    looks = {look(path) for path in chosen} if mirrored.lost else set()
-    left = [
-        path for path in mirrored.lost if path not in chosen and look(path) in looks
-    ]
-    if left:
-        _log.warning(
-            "%s may be moments of changed parameters, and stay unchanged because the"
-            " parameters are unknown: %s",
-            _util.humanize.count(len(left), "optimizer leaf", "optimizer leaves"),
-            errors.first_few(left),
-        )
-
-
-def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
-    """Returns a mirror that was moved by itself with the role of its new parameter."""
-    for name in names:
-        ends = (name, *(f"{name}/{field}" for field in _state.tree.BOX_FIELDS))
-        if row.path.endswith(tuple(f"/{end}" for end in ends)):
-            return row._replace(leaf=_with_role_of(row.leaf, name))
-    return row
-
-
-def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
-    """Returns a moment with the role of another parameter.
-
-    Args:
-        leaf: The moment.
-        param: Name of the new parameter.
-        old: Name of the old parameter, if the leaf may be below that name.
-    """
-    role = leaf.info.role
-    if role is not None and old is not None and role.param.startswith(f"{old}/"):
-        param += role.param.removeprefix(old)
-    if role is None or role.param == param:
-        return leaf
-    info = dataclasses.replace(leaf.info, role=role._replace(param=param))
-    return dataclasses.replace(leaf, info=info)
 
 
 def assemble(
@@ -559,10 +389,9 @@ def move(leaf: Leaf, path: LeafPath) -> Leaf:
     if role is not None:
         optimizer = _moved_optimizer(role.optimizer, info.path, path)
         # A moment of an unknown parameter.
-        is_lost = role.param and not f"{path}/".endswith(
-            (f"{role.param}/", "/value/", "/raw_value/")
+        is_lost = optimizer is None or (
+            role.param and _state.tree.before(path, role.param) is None
         )
-        is_lost = is_lost or optimizer is None
         role = None if is_lost else role._replace(optimizer=optimizer or "")
     renamed = dataclasses.replace(info, path=path, keys=keys(path, info), role=role)
     return dataclasses.replace(leaf, info=renamed)
@@ -615,10 +444,17 @@ def inverse(transforms: Sequence[Transform]) -> list[Transform]:
     Raises:
         OptionError: A transform has no inverse.
     """
-    undone: list[Transform] = []
-    for transform in reversed(check(transforms)):
+    return undo(check(transforms))
+
+
+def undo(
+    transforms: Sequence[Transform], *, on_restore: bool = False
+) -> list[Transform]:
+    """Returns `inverse`, perhaps without the inverses that a restore does not need."""
+    undone: list[Transform | None] = []
+    for transform in reversed(transforms):
         if not isinstance(transform, TableTransform):
             [name] = describe([transform])
             raise errors.OptionError(f"{name} cannot be inverted: it is a function")
-        undone.append(transform.inverse())
-    return undone
+        undone.append(transform.on_restore() if on_restore else transform.inverse())
+    return [transform for transform in undone if transform is not None]

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base, patterns
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.rows import LeafRow, ValueMap, apply_rows
 from flaxckpt._types import LeafPath, Shape
 
 _SCALES = ("_scale_inv", "_scale")
@@ -66,8 +67,7 @@ class _Dequantize(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         pairs = self._find(table)
-        derive = _arrays.lazy.Deriver(str(self))
-        fns: dict[Shape, Callable[..., jax.Array]] = {}
+        fns: dict[Shape, ValueMap] = {}
         unneeded = {
             beside
             for path in pairs
@@ -75,20 +75,15 @@ class _Dequantize(TableTransform):
             if (beside := f"{path.rpartition('/')[0]}/{name}".lstrip("/")) in table
         }
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items():
-                if is_mirror:
-                    yield NewLeaf(path, path, leaf)
-                elif path in pairs:
-                    scale, blocks = pairs[path]
-                    fn = fns.setdefault(blocks, _multiply_by_blocks(blocks))
-                    new = derive([leaf, table[scale]], fn)
-                    info = dataclasses.replace(new.info, dtype=self.dtype)
-                    yield NewLeaf(path, path, dataclasses.replace(new, info=info))
-
-        gone = {pair.scale for pair in pairs.values()} | unneeded
-        chosen = [path for path in table if path in pairs or path in gone]
-        return base.replace(table, chosen, act, moves=False)
+        rows = [LeafRow([path], []) for path in unneeded - pairs.keys()]
+        for path, (scale, blocks) in pairs.items():
+            fn = fns.setdefault(blocks, ValueMap(_multiply_by_blocks(blocks)))
+            rows.append(LeafRow([path, scale], [(path, fn)]))
+        new = apply_rows(table, rows, str(self), moves=False)
+        for path in pairs:
+            info = dataclasses.replace(new[path].info, dtype=self.dtype)
+            new[path] = dataclasses.replace(new[path], info=info)
+        return new
 
     def _find(self, table: LeafTable) -> dict[LeafPath, _Pair]:
         """Returns the quantized weights.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
 
 from flaxckpt import errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.moment_slots import find_mirrors, parameters
+from flaxckpt._transforms.mirrors import is_parameter, outside
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class Export(TableTransform):
 
     def __call__(self, table: LeafTable) -> LeafTable:
         params = without_optimizer(table)
-        exported = base.apply(_invert(self.map), params)
+        exported = base.apply(base.undo(self.map, on_restore=True), params)
         if not self.map:
             return exported
         unknown = dict.fromkeys(base.untouched(exported, params))
@@ -61,20 +60,5 @@ class Export(TableTransform):
 
 def without_optimizer(table: LeafTable) -> LeafTable:
     """Returns the table without optimizer leaves, counters, keys and strings."""
-    params = parameters(table, find_mirrors(table))
-    return {path: leaf for path, leaf in table.items() if path in params}
-
-
-def _invert(map: Sequence[Transform]) -> list[Transform]:
-    """Returns the inverse of a map, without inverses for leaves that it drops.
-
-    Raises:
-        OptionError: A transform has no inverse.
-    """
-    undone = []
-    for transform in reversed(map):
-        if not isinstance(transform, TableTransform):
-            [name] = base.describe([transform])
-            raise errors.OptionError(f"{name} cannot be inverted: it is a function")
-        undone.append(transform.on_restore())
-    return [transform for transform in undone if transform is not None]
+    leaves = outside(table).items()
+    return {path: leaf for path, leaf in leaves if is_parameter(leaf.info)}

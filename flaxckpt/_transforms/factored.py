@@ -28,11 +28,11 @@ _MEANS = ("v_row", "v_col")
 _SM3 = ("ScaleBySM3State", "mu")
 
 
-class MomentSource(NamedTuple):
-    """The source of a moment after a change of its parameter's axes.
+class MirrorSource(NamedTuple):
+    """The source of a mirror after a change of its parameter's axes.
 
     Attributes:
-        leaf: A moment of the old parameter.
+        leaf: A mirror of the old parameter.
         axes: The axes of the old parameter that `leaf` has; None for its own first.
     """
 
@@ -41,12 +41,12 @@ class MomentSource(NamedTuple):
 
 
 def has_no_axes(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Returns True for a moment without axes of its parameter.
+    """Returns True for a mirror without axes of its parameter.
 
     Norms have none, nor do leaves of Adafactor that are unused for their parameter.
 
     Args:
-        info: Of the moment.
+        info: Of the mirror.
         shape: Of the parameter.
         table: All leaves.
     """
@@ -54,16 +54,16 @@ def has_no_axes(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
 
 
 def source(
-    moment: Leaf,
+    mirror: Leaf,
     shape: Shape,
     origins: Sequence[int | None],
     new_shape: Sequence[int],
     table: LeafTable,
-) -> MomentSource | None:
-    """Returns the source of a moment after a change of its parameter's axes.
+) -> MirrorSource | None:
+    """Returns the source of a mirror after a change of its parameter's axes.
 
     Args:
-        moment: The moment before, of another shape than its parameter.
+        mirror: The mirror before, of another shape than its parameter.
         shape: Of its parameter.
         origins: For each axis of the new parameter, the axis of the old parameter, or
             None for a new axis.
@@ -71,23 +71,23 @@ def source(
         table: All leaves.
 
     Returns:
-        None if the moment cannot follow.
+        None if the mirror cannot follow.
     """
-    info, role = moment.info, moment.info.role
+    info, role = mirror.info, mirror.info.role
     taken = [axis for axis in range(len(shape)) if axis not in origins]
     if len(origins) == len(shape) and not taken:
         if info.shape[1:] == shape:  # several of a parameter, as in L-BFGS
-            return MomentSource(moment, (None, *range(len(shape))))
+            return MirrorSource(mirror, (None, *range(len(shape))))
         if (maxima := _maxima_of_axis(info, origins, table)) is not None:
             return maxima
     if role is not None and role.state_class == _CLASS:
         return _mean(info, shape, origins, new_shape, table)
     if role is not None and role.state_class:
         return None
-    # Factored moments of other libraries, such as T5X, keep the first axes.
+    # Factored mirrors of other libraries, such as T5X, keep the first axes.
     ndim = len(info.shape)
     if any(at < ndim < len(shape) and info.shape[at] == shape[at] for at in taken):
-        return MomentSource(moment, tuple(range(ndim)))
+        return MirrorSource(mirror, tuple(range(ndim)))
     return None
 
 
@@ -97,8 +97,8 @@ def _mean(
     origins: Sequence[int | None],
     new_shape: Sequence[int],
     table: LeafTable,
-) -> MomentSource | None:
-    """Returns the source of a moment of Adafactor; see `source`."""
+) -> MirrorSource | None:
+    """Returns the source of a mirror of Adafactor; see `source`."""
     role = info.role
     if role is None or _is_placeholder(info, shape, table):
         return None
@@ -111,16 +111,16 @@ def _mean(
     lacking = new[_MEANS.index(role.field)]
     assert lacking is not None  # an old axis, as the sets are equal
     other = _MEANS[old.index(lacking)]
-    moment = table.get(_beside(info, role.field, role.param, other))
+    mirror = table.get(_beside(info, other))
     axes = tuple(axis for axis in range(len(shape)) if axis != lacking)
-    if moment is None or moment.info.shape != tuple(shape[axis] for axis in axes):
+    if mirror is None or mirror.info.shape != tuple(shape[axis] for axis in axes):
         return None
-    return MomentSource(moment, axes)
+    return MirrorSource(mirror, axes)
 
 
 def _maxima_of_axis(
     info: LeafInfo, order: Sequence[int | None], table: LeafTable
-) -> MomentSource | None:
+) -> MirrorSource | None:
     """Returns the maxima of SM3 for a place after a change of the order of axes.
 
     Args:
@@ -139,7 +139,7 @@ def _maxima_of_axis(
     box = info.path.removeprefix(f"{head}/{place}")
     axis = order[int(place)]
     maxima = table.get(f"{head}/{axis}{box}")
-    return None if maxima is None else MomentSource(maxima, (axis,))
+    return None if maxima is None else MirrorSource(maxima, (axis,))
 
 
 def _is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
@@ -153,7 +153,7 @@ def _is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
     role = info.role
     if role is None or role.state_class != _CLASS:
         return False
-    whole = table.get(_beside(info, role.field, role.param, "v"))
+    whole = table.get(_beside(info, "v"))
     return whole is not None and (whole.info.shape == shape) != (role.field == "v")
 
 
@@ -163,8 +163,9 @@ def _averaged_axes(shape: Sequence[int]) -> list[int]:
     return [int(order[-1]), int(order[-2])]
 
 
-def _beside(info: LeafInfo, field: str, param: LeafPath, other: str) -> LeafPath:
-    """Returns the path of another field's moment of the same parameter."""
-    tail = "" if info.path.endswith(f"{field}/{param}") else "/value"
-    head = info.path.removesuffix(f"{field}/{param}{tail}")
-    return f"{head}{other}/{param}{tail}"
+def _beside(info: LeafInfo, field: str) -> LeafPath:
+    """Returns the path of another field's mirror of the same parameter."""
+    assert info.role is not None, info.path
+    param = info.role.param
+    head, _, box = info.path.rpartition(f"{info.role.field}/{param}")
+    return f"{head}{field}/{param}{box}"

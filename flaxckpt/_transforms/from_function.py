@@ -87,8 +87,9 @@ class _Function(TableTransform):
                 f"{self} cannot be traced: use jax.numpy, which works on arrays before"
                 f" they are read ({str(error).splitlines()[0][:160]})"
             ) from None
-        part_of = _LeafParts(closed, traced, is_wide, self._runs, str(self))
-        return _assemble(table, shape, part_of)
+        with _arrays.lazy.Deriver(str(self)) as derive:
+            part_of = _LeafParts(closed, traced, is_wide, self._runs, derive)
+            return _assemble(table, shape, part_of)
 
     def _call(self, tree: Tree, target: Tree, table: LeafTable) -> Any:
         if self.style == "restore":
@@ -258,7 +259,7 @@ class _LeafParts:
         traced: Its arguments.
         is_wide: True if traced with 64 bits.
         runs: Compiled functions by their source.
-        what: The transform, for messages.
+        derive: Makes computed leaves.
     """
 
     def __init__(
@@ -267,13 +268,13 @@ class _LeafParts:
         traced: Sequence[Leaf],
         is_wide: bool,
         runs: dict[str, Any],
-        what: str,
+        derive: _arrays.lazy.Deriver,
     ) -> None:
         self._closed = closed
         self._inputs = dict(zip(closed.jaxpr.invars, traced, strict=True))
         self._is_wide = is_wide
         self._runs = runs
-        self._derive = _arrays.lazy.Deriver(what)
+        self._derive = derive
         self._made_by = {
             var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars
         }

@@ -18,7 +18,6 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_maps import Stacked, Taken, check_axis, check_types
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import LeafGroup, Regrouping
 from flaxckpt._transforms.patterns import (
     INDEX,
     check_replacement,
@@ -27,6 +26,7 @@ from flaxckpt._transforms.patterns import (
     invert,
     name_index,
 )
+from flaxckpt._transforms.rows import LeafRow, RowTransform
 from flaxckpt._types import LeafPath
 
 
@@ -35,8 +35,8 @@ def _join(
     numbers: Callable[[LeafPath], Sequence[int]],
     fn: Callable[..., jax.Array],
     what: str,
-) -> Iterator[LeafGroup]:
-    """Yields the group of the parts of each new leaf.
+) -> list[LeafRow]:
+    """Returns the row of each new leaf.
 
     Args:
         parts: For each part the path of the new leaf, its number and its own path.
@@ -45,25 +45,31 @@ def _join(
         what: The transform, for messages.
 
     Raises:
-        OptionError: A part is missing, or two parts have one number.
+        OptionError: Parts are missing, or two parts have one number; lists all.
     """
     wholes: dict[LeafPath, dict[int, LeafPath]] = {}
+    faults = []
     for new, number, path in parts:
         taken = wholes.setdefault(new, {}).setdefault(number, path)
         if taken != path:
-            raise errors.OptionError(
-                f"{what}: {taken} and {path} would both be part {number} of {new}"
-            )
+            faults.append(f"{new}: {taken} and {path} would both be part {number}")
     for new, found in wholes.items():
         if len(found) < len(numbers(new)):
             missing = (str(i) for i in numbers(new) if i not in found)
             listed = ", ".join(itertools.islice(missing, 8))
-            raise errors.OptionError(
-                f"{what}: {new} lacks part{'s' * (',' in listed)} {listed}; found"
-                f" {', '.join(list(found.values())[:3])}. Choose a pattern that"
-                " excludes leaves that only some parts have"
+            some = ", ".join(list(found.values())[:3])
+            faults.append(
+                f"{new} lacks part{'s' * (',' in listed)} {listed}; found {some}"
             )
-        yield LeafGroup([found[i] for i in sorted(found)], [(new, fn)])
+    if faults:
+        raise errors.OptionError(
+            f"{what} cannot join {errors.one_or_rows(faults)}\nChoose a pattern that"
+            " excludes leaves that only some parts have"
+        )
+    return [
+        LeafRow([found[i] for i in sorted(found)], [(new, fn)])
+        for new, found in wholes.items()
+    ]
 
 
 # ---- along an existing axis ---------------------------------------------------------
@@ -115,7 +121,7 @@ def _fuse(
     shown = wholes[0] if len({*wholes}) == 1 else wholes
     name = base.call("fuse", patterns, shown, axis=axis, sizes=sizes)
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> list[LeafRow]:
         found = [
             (expand(match, whole), number, path)
             for number, (pattern, whole) in enumerate(compiled)
@@ -134,7 +140,7 @@ def _fuse(
             inverted[0][0], [part for _, part in inverted], axis=axis, sizes=sizes
         )
 
-    return Regrouping(name, find, undo)
+    return RowTransform(name, find, undo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +211,15 @@ def split(
     name = base.call("split", pattern, parts, axis=axis, sizes=checked)
     cuts = [_Cut(number, len(parts), axis, checked) for number in range(len(parts))]
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> Iterator[LeafRow]:
         for path, match in base.match_arrays(compiled, table, name).items():
             new = [expand(match, part) for part in parts]
-            yield LeafGroup([path], list(zip(new, cuts, strict=True)))
+            yield LeafRow([path], list(zip(new, cuts, strict=True)))
 
     def undo() -> Transform:
         return _fuse([invert(pattern, part) for part in parts], axis, checked)
 
-    return Regrouping(name, find, undo)
+    return RowTransform(name, find, undo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,38 +333,34 @@ def stack(
     compile_pattern(pattern)
     axis = _util.arguments.check_int("axis", axis)
     numbers = _Numbers.check(start, stride, stop)
-    return _stack(pattern, check_replacement(pattern, replacement), axis, numbers)
-
-
-def _stack(
-    pattern: str, replacement: str, axis: int, numbers: _Numbers
-) -> TableTransform:
+    check_replacement(pattern, replacement)
     compiled = compile_pattern(name_index(pattern))
-    name = base.call(
-        "stack", pattern, replacement, axis=axis or None, **numbers.options()
-    )
+    options = numbers.options()
+    name = base.call("stack", pattern, replacement, axis=axis or None, **options)
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> list[LeafRow]:
+        matches = base.match_arrays(compiled, table, name)
+        digits = {path: match["i"] for path, match in matches.items()}
+        if faults := [
+            f"{path}: {text!r}"
+            for path, text in digits.items()
+            if not (text.isascii() and text.isdigit())
+        ]:
+            raise errors.OptionError(
+                f"{name}: the first group, or the group i, must match the number of a"
+                f" part, but it matches other text in {errors.one_or_rows(faults)}"
+            )
         parts = []
         stacks: dict[LeafPath, str] = {}  # new path -> old path up to the number
         ends: dict[str, int] = {}
-        found = []
-        for path, match in base.match_arrays(compiled, table, name).items():
-            number = match["i"]
-            if not number.isascii() or not number.isdigit():
-                raise errors.OptionError(
-                    f"{name}: the first group, or the group i, must match the number of"
-                    f" a part; it matched {number!r} in {path}"
-                )
-            found.append(int(number))
-            if found[-1] not in numbers:
-                continue
-            new = expand(match, replacement)
-            parts.append((new, found[-1], path))
-            beginning = stacks.setdefault(new, path[: match.start("i")])
-            ends[beginning] = max(ends.get(beginning, 0), found[-1] + 1)
-        if found and not parts:
-            listed = ", ".join(map(str, sorted(set(found))[:8]))
+        for path, match in matches.items():
+            if (number := int(digits[path])) in numbers:
+                new = expand(match, replacement)
+                parts.append((new, number, path))
+                beginning = stacks.setdefault(new, path[: match.start("i")])
+                ends[beginning] = max(ends.get(beginning, 0), number + 1)
+        if matches and not parts:
+            listed = ", ".join(map(str, sorted(set(map(int, digits.values())))[:8]))
             raise errors.OptionError(
                 f"{name}: no part has such a number; the numbers are {listed}"
             )
@@ -368,9 +370,10 @@ def _stack(
         )
 
     def undo() -> Transform:
-        return _unstack(*invert(compiled.pattern, replacement), axis, numbers)
+        inverted = invert(compiled.pattern, replacement)
+        return unstack(*inverted, axis=axis, start=start, stride=stride, stop=stop)
 
-    return Regrouping(name, find, undo)
+    return RowTransform(name, find, undo)
 
 
 def unstack(
@@ -405,38 +408,39 @@ def unstack(
         raise errors.OptionError(
             f"unstack needs {INDEX} in the path of a part, got {replacement!r}"
         )
-    return _unstack(pattern, replacement, axis, _Numbers.check(start, stride, stop))
-
-
-def _unstack(
-    pattern: str, replacement: str, axis: int, numbers: _Numbers
-) -> TableTransform:
+    numbers = _Numbers.check(start, stride, stop)
     compiled = compile_pattern(pattern)
-    name = base.call(
-        "unstack", pattern, replacement, axis=axis or None, **numbers.options()
-    )
+    options = numbers.options()
+    name = base.call("unstack", pattern, replacement, axis=axis or None, **options)
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> list[LeafRow]:
+        rows, faults = [], []
         for path, match in base.match_arrays(compiled, table, name).items():
             info = table[path].info
             if not -len(info.shape) <= axis < len(info.shape):
-                raise errors.OptionError(f"{name}: {path}, {info}, has no axis {axis}")
-            rows = info.shape[axis]
-            listed = numbers.up_to(numbers.start + rows * numbers.stride)
-            if len(listed) != rows:
-                raise errors.OptionError(
-                    f"{name} cannot unstack {path}: axis {axis} has {rows} rows, but"
-                    f" there are {len(listed)} numbers from {numbers.start} to"
-                    f" {numbers.stop}"
+                faults.append(f"{path}, {info}: it has no axis {axis}")
+                continue
+            size = info.shape[axis]
+            listed = numbers.up_to(numbers.start + size * numbers.stride)
+            if len(listed) != size:
+                faults.append(
+                    f"{path}: axis {axis} has {size} rows, but there are {len(listed)}"
+                    f" numbers from {numbers.start} to {numbers.stop}"
                 )
             templates = (replacement.replace(INDEX, str(i)) for i in listed)
             new = [
                 (expand(match, template), Taken(axis, row))
                 for row, template in enumerate(templates)
             ]
-            yield LeafGroup([path], new)
+            rows.append(LeafRow([path], new))
+        if faults:
+            raise errors.OptionError(
+                f"{name} cannot unstack {errors.one_or_rows(faults)}"
+            )
+        return rows
 
     def undo() -> Transform:
-        return _stack(*invert(pattern, replacement), axis, numbers)
+        inverted = invert(pattern, replacement)
+        return stack(*inverted, axis=axis, start=start, stride=stride, stop=stop)
 
-    return Regrouping(name, find, undo)
+    return RowTransform(name, find, undo)

@@ -11,25 +11,26 @@ https://github.com/google/qwix, v0.1.8.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base as transforms_base
 from flaxckpt._transforms import bounded_pattern
-from flaxckpt._transforms.base import NewLeaf, TableTransform
+from flaxckpt._transforms.base import TableTransform
 from flaxckpt._transforms.merge import merge
-from flaxckpt._transforms.moment_slots import find_mirrors, prefixes
+from flaxckpt._transforms.mirrors import outside
+from flaxckpt._transforms.patterns import name_nearest
+from flaxckpt._transforms.rows import ALONE, LeafRow, ValueMap, apply_rows
 from flaxckpt._types import LeafPath, PathLike, Shape
 
 _Kind: TypeAlias = Literal["peft", "peft embedding", "nnx", "qwix"]
@@ -97,35 +98,39 @@ class _MergeLora(TableTransform):
         matcher = bounded_pattern.Matcher()
         adapters = _find_adapters(table, str(self))
         updates: dict[LeafPath, _Adapter] = {}
-        for adapter in adapters:
-            other = updates.setdefault(adapter.base, adapter)
-            if other is not adapter:
-                raise errors.OptionError(
-                    f"{self}: {other.a} and {adapter.a} both update {adapter.base}:"
-                    " merge one adapter, save the result, then merge the other"
-                )
         pairs = {path for adapter in adapters for path in adapter[-2:]}
         whole = _whole_leaves(table, pairs)
-        replacing = {new: _typed(table[p], table, new) for p, new in whole.items()}
-        derive = _arrays.lazy.Deriver(str(self))
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items():
-                adapter = updates.get(path)
-                if adapter is not None and is_mirror:
-                    yield NewLeaf(path, path, leaf)
-                elif adapter is not None:
-                    base = replacing.get(path, leaf)
-                    members = [base, leaves[adapter.a], leaves[adapter.b]]
-                    fn = self._update_fn(adapter, table, config, matcher)
-                    yield NewLeaf(path, path, derive(members, fn, precision="wide"))
-                elif path in whole and whole[path] not in updates and not is_mirror:
-                    yield NewLeaf(path, whole[path], replacing[whole[path]])
-
-        chosen = dict.fromkeys([*updates, *pairs, *whole, *whole.values()])
-        return transforms_base.replace(
-            table, [path for path in chosen if path in table], act
-        )
+        rows = []
+        faults = []
+        for adapter in adapters:
+            try:
+                other = updates.setdefault(adapter.base, adapter)
+                if other is not adapter:
+                    raise ValueError(
+                        f"{other.a} updates it as well: merge one adapter, save the"
+                        " result, then merge the other"
+                    )
+                fn = ValueMap(self._update_fn(adapter, table, config, matcher), "wide")
+                rows.append(LeafRow(adapter[-3:], [(adapter.base, fn)]))
+            except errors.CheckpointError:
+                raise
+            except ValueError as error:
+                base, a, b = (f"{p}, {table[p].info}" for p in adapter[-3:])
+                faults.append(f"{base}, by {a} and {b}: {error}")
+        if faults:
+            raise errors.OptionError(
+                f"{self} cannot update {errors.one_or_rows(faults)}"
+            )
+        table = dict(table)
+        for path, new in whole.items():
+            table[new if new in updates else path] = _typed(table[path], table, new)
+            if new in updates:
+                rows.append(LeafRow([path], []))
+                continue
+            rows.append(LeafRow([path], [(new, ALONE)]))
+            if new in table:
+                rows.append(LeafRow([new], []))
+        return apply_rows(table, rows, str(self))
 
     def _update_fn(
         self,
@@ -137,26 +142,14 @@ class _MergeLora(TableTransform):
         """Returns the function from a base leaf and its adapter to the updated leaf.
 
         Raises:
-            OptionError: The adapter does not fit, or its scale is unknown.
+            ValueError: The adapter does not fit, or its scale is unknown.
         """
-        base, a, b = (table[path].info for path in adapter[-3:])
-        if any(
-            _state.dtypes.kind(info.dtype or "") != "float" for info in (base, a, b)
-        ):
-            raise errors.OptionError(
-                f"{self} updates floats, but {adapter.base} is {base}, {adapter.a} is"
-                f" {a} and {adapter.b} is {b}: dequantize them first"
-            )
+        infos = [table[path].info for path in adapter[-3:]]
+        if any(_state.dtypes.kind(info.dtype or "") != "float" for info in infos):
+            raise ValueError("wanted floats: dequantize them first")
         is_turned = bool(config.get("fan_in_fan_out"))
-        try:
-            rank, delta = _delta_fn(
-                adapter.kind, base.shape, a.shape, b.shape, is_turned
-            )
-        except ValueError as error:
-            raise errors.OptionError(
-                f"{self}: the adapter of {adapter.base}, {base}, does not fit: {error};"
-                f" {adapter.a} is {a}, {adapter.b} is {b}"
-            ) from None
+        base, a, b = (info.shape for info in infos)
+        rank, delta = _delta_fn(adapter.kind, base, a, b, is_turned)
         factor = self._scale(adapter, rank, config, matcher)
 
         def update(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -174,7 +167,7 @@ class _MergeLora(TableTransform):
         """Returns the factor of an update.
 
         Raises:
-            OptionError: It is unknown, or the rank differs from the wanted rank.
+            ValueError: It is unknown, or the rank differs from the wanted rank.
         """
         module = adapter.module.replace("/", ".")
 
@@ -185,9 +178,8 @@ class _MergeLora(TableTransform):
         wanted = find("rank_pattern", "r")
         wanted = self.rank if self.rank is not None else wanted
         if wanted is not None and wanted != rank:
-            raise errors.OptionError(
-                f"{self}: wanted the rank {wanted}, but the adapter {adapter.a} of"
-                f" {adapter.base} has the rank {rank}"
+            raise ValueError(
+                f"wanted the rank {wanted}, but the adapter has the rank {rank}"
             )
         alpha = find("alpha_pattern", "lora_alpha")
         alpha = self.alpha if self.alpha is not None else alpha
@@ -195,9 +187,9 @@ class _MergeLora(TableTransform):
             return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         if adapter.kind == "nnx":
             return 1.0
-        raise errors.OptionError(
-            f"{self} needs the factor of the update of {adapter.base}: pass alpha=, or"
-            " the directory of the adapter, which has adapter_config.json"
+        raise ValueError(
+            "its factor is unknown: pass alpha=, or the directory of the adapter, which"
+            " has adapter_config.json"
         )
 
     def __str__(self) -> str:
@@ -262,15 +254,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
     Raises:
         OptionError: There are none, or a leaf of a pair or its base is missing.
     """
-    mirrors = find_mirrors(table)
-    paths = [
-        path
-        for path, leaf in table.items()
-        if leaf.info.kind == "array"
-        and leaf.info.role is None
-        and path not in mirrors.known
-        and path not in mirrors.unclear
-    ]
+    paths = [p for p, leaf in outside(table).items() if leaf.info.kind == "array"]
     below = count_below(paths)
     adapters = []
     faults: dict[LeafPath, str] = {}
@@ -294,8 +278,7 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
                     _Adapter(kind, module, base[0], firsts[stem], seconds[stem])
                 )
             else:
-                near = difflib.get_close_matches(bases[0], paths, n=2, cutoff=0.7)
-                nearest = f"; the nearest are {', '.join(near)}" if near else ""
+                nearest = name_nearest(bases[0], paths)
                 faults[firsts[stem]] = f"no weight {' or '.join(bases)}{nearest}"
     for path in paths:
         if path not in paired and path not in faults and _is_other_part(path):
@@ -318,7 +301,7 @@ def _is_other_part(path: LeafPath) -> bool:
 
 def count_below(paths: Iterable[LeafPath]) -> Counter[LeafPath]:
     """Returns the number of leaves in each container."""
-    return Counter(before for path in paths for before in prefixes(path))
+    return Counter(before for path in paths for before in _state.tree.prefixes(path))
 
 
 def possible_bases(

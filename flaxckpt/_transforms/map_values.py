@@ -11,11 +11,13 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flaxckpt import _arrays, _state, _util, errors
+from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
+from flaxckpt._transforms.axis_maps import check_axis
+from flaxckpt._transforms.base import TableTransform, Transform
 from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._transforms.rows import ValueMap, in_place
 from flaxckpt._types import LeafPath
 
 # ---- types --------------------------------------------------------------------------
@@ -122,92 +124,6 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
 ArrayFn: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafMap(TableTransform):
-    """A function of every matching leaf; see `map_leaf`, `pad`, `grow`, ….
-
-    Attributes:
-        name: The call that creates the transform, for the record.
-        pattern: On whole leaf paths.
-        fn: Maps the values of a parameter.
-        mirror_fn: Maps the values of mirrors; `fn` if None.
-        undo: Returns the inverse, if any.
-        fn_of: Returns the function for a leaf path, in place of `fn`.
-        resizes: True if `fn` keeps the values when it keeps the shape.
-        precision: How `fn` gets floats.
-    """
-
-    name: str
-    pattern: re.Pattern[str]
-    fn: ArrayFn
-    mirror_fn: ArrayFn | None = None
-    undo: Callable[[], Transform] | None = None
-    fn_of: Callable[[LeafPath], ArrayFn] | None = None
-    resizes: bool = False
-    precision: _arrays.lazy.Precision = "carried"
-
-    def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = base.match_arrays(self.pattern, table, self.name)
-        derive = _arrays.lazy.Deriver(self.name)
-        shapes: dict[LeafPath, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterator[NewLeaf]:
-            for path, leaf in leaves.items():
-                fn = self.fn if self.fn_of is None else self.fn_of(path)
-                if not is_mirror:
-                    new = derive([leaf], fn, precision=self.precision)
-                    if self.resizes and new.info.shape == leaf.info.shape:
-                        new = leaf
-                    shapes[path] = leaf.info.shape, new.info.shape
-                    yield NewLeaf(path, path, new)
-                    continue
-                before, after = shapes[path]
-                copies = is_copy(leaf)
-                if (before == after and not copies) or leaf.info.kind == "empty":
-                    yield NewLeaf(path, path, leaf)
-                elif leaf.info.shape == before and leaf.info.dtype is not None:
-                    of_mirror = None if copies else self.mirror_fn
-                    new = derive([leaf], of_mirror or fn, precision=self.precision)
-                    yield NewLeaf(path, path, new)
-                # Otherwise the mirror cannot follow: it is left out, and initialised
-                # again.
-
-        return base.replace(table, chosen, act, moves=False)
-
-    def __str__(self) -> str:
-        return self.name
-
-    def inverse(self) -> Transform:
-        if self.undo is not None:
-            return self.undo()
-        if self.resizes:
-            return super().inverse()
-        raise errors.OptionError(
-            f"{self} cannot be inverted without an inverse function: write"
-            " map_leaf(pattern, fn, inverse=...)"
-        )
-
-
-_COPIES = frozenset(
-    (
-        ("ScheduleFreeState", "z"),
-        ("ProdigyState", "params0"),
-        ("MechanicState", "x0"),
-        ("MadgradState", "x0"),
-        ("DoGState", "init_params"),
-        ("DoWGState", "init_params"),
-        ("ScaleByLBFGSState", "params"),
-    )
-)
-"""Fields of optimizers that hold copies of parameters, not moments."""
-
-
-def is_copy(leaf: Leaf) -> bool:
-    """Returns True for an optimizer leaf that holds a copy of a parameter."""
-    role = leaf.info.role
-    return role is not None and (role.state_class, role.field) in _COPIES
-
-
 def map_leaf(
     pattern: str, fn: ArrayFn, *, inverse: ArrayFn | None = None
 ) -> TableTransform:
@@ -234,20 +150,19 @@ def map_leaf(
         raise errors.OptionError(f"map_leaf needs a function of arrays, got {fn!r:.80}")
 
     def undo() -> Transform:
-        assert inverse is not None
+        if inverse is None:
+            raise errors.OptionError(
+                f"{name} cannot be inverted without an inverse function: write"
+                " map_leaf(pattern, fn, inverse=...)"
+            )
         return map_leaf(pattern, inverse, inverse=fn)
 
     # Trainers save repeatedly: compile the function once.
     traced = jax.jit(lambda x: fn(x))
     fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     name = base.call("map_leaf", pattern) + f" with {fn_name}"
-    return LeafMap(
-        name,
-        compile_pattern(pattern),
-        traced,
-        undo=None if inverse is None else undo,
-        precision="own",
-    )
+    mapped = ValueMap(traced, precision="own")
+    return in_place(name, pattern, lambda _: mapped, undo)
 
 
 def pad(
@@ -275,14 +190,9 @@ def pad(
             raise ValueError(f"it is already larger than {wanted}: use slice")
         return jnp.pad(x, widths, constant_values=fill)
 
-    return LeafMap(
-        base.call("pad", pattern, wanted, value=value or None),
-        compile_pattern(pattern),
-        lambda x: padded(x, value),
-        lambda x: padded(x, 0),
-        resizes=True,
-        precision="wide",
-    )
+    name = base.call("pad", pattern, wanted, value=value or None)
+    fn = ValueMap(lambda x: padded(x, value), "wide", True, lambda x: padded(x, 0))
+    return in_place(name, pattern, lambda _: fn)
 
 
 def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
@@ -305,7 +215,7 @@ def slice(pattern: str, shape: Sequence[int | None]) -> TableTransform:
         return jax.lax.slice(x, [0] * x.ndim, [new for _, new in extents])
 
     name = base.call("slice", pattern, wanted)
-    return LeafMap(name, compile_pattern(pattern), cut, resizes=True)
+    return in_place(name, pattern, lambda _: ValueMap(cut, resizes=True))
 
 
 def _extents(x: jax.Array, wanted: Sequence[int | None]) -> Iterator[tuple[int, int]]:
@@ -349,8 +259,7 @@ def grow(
     size = _util.arguments.check_int("size", size, least=0)
 
     def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:
-        if not -x.ndim <= axis < x.ndim:
-            raise ValueError(f"it has no axis {axis}")
+        check_axis(x, axis)
         old = x.shape[axis]
         if old == 0 and how != "zeros":
             raise ValueError(f"axis {axis} is empty: pass init='zeros'")
@@ -371,16 +280,12 @@ def grow(
                 new = new + deviation * jax.random.normal(key, shape, wide.dtype)
         return jnp.concatenate([x, jnp.asarray(new, x.dtype)], axis)
 
-    def grown_of(path: LeafPath) -> ArrayFn:
-        return lambda x: grown(x, init, path)
+    def of_path(path: LeafPath) -> ValueMap:
+        return ValueMap(
+            lambda x: grown(x, init, path), "wide", True, lambda x: grown(x, "zeros")
+        )
 
     shown = None if init == "mean" else init
-    return LeafMap(
-        base.call("grow", pattern, axis, size, init=shown, seed=seed or None),
-        compile_pattern(pattern),
-        lambda x: grown(x, init),
-        lambda x: grown(x, "zeros"),
-        fn_of=grown_of if init == "normal" else None,
-        resizes=True,
-        precision="wide",
-    )
+    name = base.call("grow", pattern, axis, size, init=shown, seed=seed or None)
+    same = of_path("")
+    return in_place(name, pattern, of_path if init == "normal" else lambda _: same)

@@ -12,7 +12,6 @@ from flaxckpt._state.boxes import JaxKey
 from flaxckpt._state.leaf import Leaf, LeafTable, Role
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.moment_slots import prefixes
 from flaxckpt._types import LeafPath
 
 _Keys: TypeAlias = Sequence[JaxKey]
@@ -93,7 +92,7 @@ def _lonely_fields(table: LeafTable) -> set[LeafPath]:
     """Returns the paths that end with `value` and have nothing beside them."""
     inside: dict[LeafPath, set[str]] = {}
     for path in table:
-        for at in (path, *prefixes(path)):
+        for at in (path, *_state.tree.prefixes(path)):
             container, _, name = at.rpartition("/")
             if at:
                 inside.setdefault(container, set()).add(name)

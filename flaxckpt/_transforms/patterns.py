@@ -14,6 +14,7 @@ INDEX = "{i}"
 """The placeholder for the number of a part in a replacement."""
 
 _NEAREST_AMONG = 5_000
+"""The most leaf paths among which to look for a similar one."""
 
 
 def _shown(value: object) -> str:
@@ -69,13 +70,20 @@ def expand(match: re.Match[str], replacement: str) -> LeafPath:
 
 def no_match(pattern: str, paths: Collection[str]) -> errors.OptionError:
     """Returns an error for a pattern without matches, with the nearest paths."""
-    near: list[str] = []
-    if len(paths) <= _NEAREST_AMONG:
-        near = difflib.get_close_matches(_plain(pattern), paths, n=3, cutoff=0.3)
     return errors.OptionError(
         f"the pattern {pattern!r} matches no leaf (it must match a whole leaf path)"
-        + (f"; the nearest are {', '.join(near)}" if near else "")
+        + name_nearest(_plain(pattern), paths, most=3, cutoff=0.3)
     )
+
+
+def name_nearest(
+    path: str, paths: Collection[str], *, most: int = 2, cutoff: float = 0.7
+) -> str:
+    """Returns the end of a message, with similar paths; empty if none is found."""
+    near: list[str] = []
+    if len(paths) <= _NEAREST_AMONG:
+        near = difflib.get_close_matches(path, paths, most, cutoff)
+    return f"; the nearest are {', '.join(near)}" if near else ""
 
 
 def _plain(pattern: str) -> str:

@@ -7,41 +7,18 @@ or of the entries along an axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from flaxckpt import _util, errors
-from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import Form
 from flaxckpt._transforms.axis_maps import Permuted, Transposed
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import LeafGroup, Regrouping
-from flaxckpt._transforms.map_values import ArrayFn
 from flaxckpt._transforms.patterns import compile_pattern
-
-
-def _rearrange(
-    name: str, pattern: str, fn: ArrayFn, undo: Callable[[], Transform]
-) -> TableTransform:
-    """Returns the transform that applies `fn` to the matching leaves, in place.
-
-    Args:
-        name: The call that creates the transform, for the record.
-        pattern: Regular expression on the whole leaf path.
-        fn: Maps the values of a leaf.
-        undo: Returns the inverse.
-    """
-    compiled = compile_pattern(pattern)
-
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
-        for path in base.match_arrays(compiled, table, name):
-            yield LeafGroup([path], [(path, fn)])
-
-    return Regrouping(name, find, undo, moves=False)
-
+from flaxckpt._transforms.rows import in_place
 
 # ---- the order of axes --------------------------------------------------------------
 
@@ -71,7 +48,7 @@ def transpose(pattern: str, axes: Sequence[int] | None = None) -> TableTransform
         return transpose(pattern, [positive.index(axis) for axis in range(ndim)])
 
     name = base.call("transpose", pattern, order)
-    return _rearrange(name, pattern, Transposed(order), undo)
+    return in_place(name, pattern, lambda _: Transposed(order), undo)
 
 
 # ---- shapes -------------------------------------------------------------------------
@@ -126,7 +103,7 @@ def _rearrange_by_form(pattern: str, form: Form) -> TableTransform:
         return _rearrange_by_form(pattern, form.inverse())
 
     name = base.call("reshape", pattern, form.text, **form.sizes)
-    return _rearrange(name, pattern, form, undo)
+    return in_place(name, pattern, lambda _: form, undo)
 
 
 def _reshape_to(
@@ -162,7 +139,7 @@ def _reshape_to(
         return reshape(pattern, old, from_shape=shape)
 
     name = base.call("reshape", pattern, shape, from_shape=old)
-    return _rearrange(name, pattern, fn, undo)
+    return in_place(name, pattern, lambda _: fn, undo)
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -207,4 +184,4 @@ def permute(pattern: str, order: Sequence[int], axis: int = 0) -> TableTransform
         return permute(pattern, [back[i] for i in range(len(entries))], axis)
 
     name = base.call("permute", pattern, list(entries), axis=axis or None)
-    return _rearrange(name, pattern, Permuted(entries, axis), undo)
+    return in_place(name, pattern, lambda _: Permuted(entries, axis), undo)

@@ -7,7 +7,6 @@ an axis of the arrays on the other side, so a row also stacks, unstacks and spli
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import itertools
 import math
@@ -30,14 +29,11 @@ from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import ELLIPSIS, Form, solve_sizes
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import LeafGroup, regroup
 from flaxckpt._transforms.indexed_names import IndexedName, Values, parse_name
-from flaxckpt._transforms.moment_slots import find_mirrors, parameters
-from flaxckpt._transforms.patterns import compile_pattern
+from flaxckpt._transforms.mirrors import is_parameter, outside
+from flaxckpt._transforms.patterns import compile_pattern, name_nearest
+from flaxckpt._transforms.rows import LeafRow, apply_rows
 from flaxckpt._types import LeafPath
-
-_NEAREST_AMONG = 5_000
-"""The most leaf paths among which to look for a similar one."""
 
 
 class Row(NamedTuple):
@@ -195,14 +191,14 @@ class _Remap(TableTransform):
     name: str | None = None
 
     def __call__(self, table: LeafTable) -> LeafTable:
-        groups = self._groups(table)
+        leaf_rows = self._leaf_rows(table)
         if self.rest == "error":
-            chosen = {path for group in groups for path in group.old}
+            chosen = {path for row in leaf_rows for path in row.old}
             table = self._without_ignored(table, chosen)
-        return regroup(table, groups, str(self), ties=())
+        return apply_rows(table, leaf_rows, str(self), ties=())
 
-    def _groups(self, table: LeafTable) -> list[LeafGroup]:
-        """Returns the groups of leaves that become leaves together.
+    def _leaf_rows(self, table: LeafTable) -> list[LeafRow]:
+        """Returns the rows of leaves that become leaves together.
 
         Raises:
             OptionError: Leaves are missing, or do not fit their forms.
@@ -239,13 +235,13 @@ class _Remap(TableTransform):
         matches: Sequence[_Matches],
         counts: Mapping[str, int],
         table: LeafTable,
-    ) -> list[LeafGroup]:
-        """Returns the groups of all rows.
+    ) -> list[LeafRow]:
+        """Returns the rows of all rules.
 
         Raises:
             OptionError: Leaves do not fit their forms.
         """
-        groups = []
+        leaf_rows = []
         faults: dict[LeafPath, str] = {}
         for rule, of_rule in zip(self.rules, matches, strict=True):
             known = {**self.sizes, **rule.words}
@@ -256,7 +252,7 @@ class _Remap(TableTransform):
                 values = dict(zip(rule.loop, loop, strict=True))
                 try:
                     new = rule.targets(values, _solve(rule, paths, known, table))
-                    groups.append(LeafGroup(paths, new))
+                    leaf_rows.append(LeafRow(paths, new))
                 except ValueError as error:
                     form = rule.form.text if rule.form else ""
                     faults[paths[0]] = f"{error}; the form is {form}"
@@ -266,7 +262,7 @@ class _Remap(TableTransform):
                 f"{_util.humanize.count(len(faults), 'leaf does', 'leaves do')} not fit"
                 f" {self._title}:\n{errors.rows(rows)}"
             )
-        return groups
+        return leaf_rows
 
     def _missing_error(
         self,
@@ -276,7 +272,7 @@ class _Remap(TableTransform):
         count = sum(count for count, _ in missing)
         paths = itertools.chain.from_iterable(paths for _, paths in missing)
         shown = itertools.islice(paths, errors.ROWS_SHOWN)
-        lines = [f"{path}{_nearest(path, others)}" for path in shown]
+        lines = [f"{path}{name_nearest(path, others)}" for path in shown]
         what = _util.humanize.count(count, "leaf is", "leaves are")
         return errors.OptionError(
             f"{self._title}: {what} missing:\n{errors.rows(lines, count)}"
@@ -296,18 +292,13 @@ class _Remap(TableTransform):
         """
         shared = _common_root([rule.source.beginning for rule in self.rules])
         within = shared if self.within is None else self.within
-        mirrors = find_mirrors(table)
-        moments = {*mirrors.known, *mirrors.unclear}
-        params = parameters(table, mirrors)  # outside, there are also steps and keys
         others = [
             path
-            for path, leaf in table.items()
+            for path, leaf in outside(table).items()
             if path.startswith(within)
             and path not in chosen
-            and leaf.info.kind != "empty"
-            and leaf.info.role is None
-            and path not in moments
-            and (path.startswith(shared) or path in params)
+            # Steps and keys are in other containers.
+            and (path.startswith(shared) or is_parameter(leaf.info))
         ]
         ignored = {p for p in others if self.ignored and self.ignored.fullmatch(p)}
         extra = [path for path in others if path not in ignored]
@@ -334,7 +325,7 @@ class _Remap(TableTransform):
                     f"{a}={self.sizes[a]}" for a in rule.source.axes if a in self.sizes
                 )
                 return f"; its index is beyond the sizes {', '.join(limits)}"
-        return _nearest(path, [rule.source.text for rule in self.rules])
+        return name_nearest(path, [rule.source.text for rule in self.rules])
 
     def __str__(self) -> str:
         if self.name is not None:
@@ -433,13 +424,6 @@ def _solve(
         raise ValueError("the leaves to join have different shapes or types")
     [(shape, _)] = forms
     return solve_sizes(rule.form.old[len(rule.gathered) :], shape, known)
-
-
-def _nearest(name: str, names: Sequence[str]) -> str:
-    near: list[str] = []
-    if len(names) <= _NEAREST_AMONG:
-        near = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
-    return f"; the nearest are {', '.join(near)}" if near else ""
 
 
 # ---- values -------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from flaxckpt import _util, errors
-from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
+from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
-from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.moment_slots import Mirror, find_mirrors
+from flaxckpt._transforms.base import TableTransform, Transform
+from flaxckpt._transforms.mirrors import find_mirrors
 from flaxckpt._transforms.patterns import (
     check_replacement,
     compile_pattern,
@@ -18,79 +19,67 @@ from flaxckpt._transforms.patterns import (
     invert,
     no_match,
 )
+from flaxckpt._transforms.rows import ALONE, LeafRow, RowTransform, apply_rows
 from flaxckpt._types import LeafPath
 
+_Rules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
+"""Patterns and their replacements."""
 
-@dataclasses.dataclass(frozen=True)
-class _Rename(TableTransform):
-    """Implements `rename` and `copy`.
 
-    Attributes:
-        rules: Patterns and their replacements.
+def _rename(
+    rules: _Rules, *, keeps_old: bool = False, undoes: _Rules = ()
+) -> RowTransform:
+    """Returns `rename` or `copy`.
+
+    Args:
+        rules: The rules; the first match wins.
         keeps_old: True if the leaves also stay at their old paths.
         undoes: The rules that these rules invert.
     """
+    pairs = [(pattern.pattern, replacement) for pattern, replacement in rules]
+    args = pairs[0] if len(pairs) == 1 else [dict(pairs)]
 
-    rules: tuple[tuple[re.Pattern[str], str], ...]
-    keeps_old: bool = False
-    undoes: tuple[tuple[re.Pattern[str], str], ...] = ()
-
-    def __call__(self, table: LeafTable) -> LeafTable:
+    def find(table: LeafTable) -> Iterator[LeafRow]:
         renamed: dict[LeafPath, LeafPath] = {}
-        for pattern, replacement in self.rules:
+        for pattern, replacement in rules:
             for path, match in base.matches(pattern, table).items():
                 renamed.setdefault(path, expand(match, replacement))
-        self._check_undone(renamed)
+        _check_undone(renamed, undoes)
+        for path, new in renamed.items():
+            yield LeafRow([path], [*[(path, None)] * keeps_old, (new, None)])
 
-        def act(leaves: dict[LeafPath, Leaf], is_mirror: bool) -> Iterable[NewLeaf]:
-            for path, leaf in leaves.items():
-                if self.keeps_old:
-                    yield NewLeaf(path, path, leaf)
-                yield NewLeaf(path, renamed[path], leaf)
+    def undo() -> Transform:
+        return _rename(_rules(invert(*pair) for pair in pairs), undoes=rules)
 
-        return base.replace(table, renamed, act)
+    def drop_copies() -> Transform:
+        return drop("|".join(f"(?:{invert(*pair)[0]})" for pair in pairs))
 
-    def _check_undone(self, renamed: Mapping[LeafPath, LeafPath]) -> None:
-        if not self.undoes:
-            return
-        for path, old in renamed.items():
-            matches = ((p.fullmatch(old), r) for p, r in self.undoes)
-            there = next((expand(m, r) for m, r in matches if m), None)
-            if there != path:
-                raise errors.OptionError(
-                    f"the rename of {path} cannot be inverted: {old} would become"
-                    f" {there}. Write the inverse of this rename yourself."
-                )
-
-    def __str__(self) -> str:
-        name = "copy" if self.keeps_old else "rename"
-        if len(self.rules) == 1:
-            [(pattern, replacement)] = self.rules
-            return base.call(name, pattern.pattern, replacement)
-        return base.call(name, {p.pattern: r for p, r in self.rules})
-
-    def on_restore(self) -> Transform | None:
-        if not self.keeps_old:
-            return self.inverse()
-        copies = [invert(p.pattern, r)[0] for p, r in self.rules]
-        return drop("|".join(f"(?:{pattern})" for pattern in copies))
-
-    def inverse(self) -> Transform:
-        if self.keeps_old:
-            return super().inverse()
-        inverted = [invert(p.pattern, r) for p, r in self.rules]
-        return _Rename(_rules(inverted), undoes=self.rules)
+    if keeps_old:
+        name = base.call("copy", *args)
+        return RowTransform(name, find, undo_on_restore=drop_copies)
+    return RowTransform(base.call("rename", *args), find, undo)
 
 
-def _rules(
-    pairs: Iterable[tuple[str, str]],
-) -> tuple[tuple[re.Pattern[str], str], ...]:
+def _check_undone(renamed: Mapping[LeafPath, LeafPath], rules: _Rules) -> None:
+    """Raises OptionError if rules do not rename leaves back; they may be empty."""
+    faults = []
+    for path, old in renamed.items() if rules else ():
+        matches = ((p.fullmatch(old), r) for p, r in rules)
+        there = next((expand(m, r) for m, r in matches if m), None)
+        if there != path:
+            faults.append(f"{path} comes from {old}, which would become {there}")
+    if faults:
+        raise errors.OptionError(
+            f"the rename cannot be inverted: {errors.one_or_rows(faults)}\nWrite the"
+            " inverse of this rename yourself."
+        )
+
+
+def _rules(pairs: Iterable[tuple[str, str]]) -> _Rules:
     return tuple((compile_pattern(p), check_replacement(p, r)) for p, r in pairs)
 
 
-def _as_rules(
-    pattern: str | Mapping[str, str], replacement: str | None
-) -> tuple[tuple[re.Pattern[str], str], ...]:
+def _as_rules(pattern: str | Mapping[str, str], replacement: str | None) -> _Rules:
     if isinstance(pattern, Mapping) and replacement is None:
         return _rules(pattern.items())
     if not isinstance(pattern, str) or not isinstance(replacement, str):
@@ -124,7 +113,7 @@ def rename(
     Source: `assignment_map` of T5X, which goes from the model to the checkpoint; see
     `assign` for that direction.
     """
-    return _Rename(_as_rules(pattern, replacement))
+    return _rename(_as_rules(pattern, replacement))
 
 
 def copy(
@@ -134,24 +123,7 @@ def copy(
 
     A single leaf of the checkpoint can then fill two leaves of a model.
     """
-    return _Rename(_as_rules(pattern, replacement), keeps_old=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Drop(TableTransform):
-    """Implements `drop`."""
-
-    pattern: re.Pattern[str]
-
-    def __call__(self, table: LeafTable) -> LeafTable:
-        chosen = base.matches(self.pattern, table)
-        return base.replace(table, chosen, lambda leaves, is_mirror: ())
-
-    def on_restore(self) -> Transform | None:
-        return None
-
-    def __str__(self) -> str:
-        return base.call("drop", self.pattern.pattern)
+    return _rename(_as_rules(pattern, replacement), keeps_old=True)
 
 
 def drop(pattern: str) -> TableTransform:
@@ -164,7 +136,13 @@ def drop(pattern: str) -> TableTransform:
         OptionError: `pattern` is not a valid regular expression, or, when applied,
             matches nothing.
     """
-    return _Drop(compile_pattern(pattern))
+    compiled = compile_pattern(pattern)
+
+    def find(table: LeafTable) -> Iterator[LeafRow]:
+        return (LeafRow([path], []) for path in base.matches(compiled, table))
+
+    name = base.call("drop", pattern)
+    return RowTransform(name, find, undo_on_restore=lambda: None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,32 +204,18 @@ class _Assign(TableTransform):
                 + errors.rows(f"{path}: from {s}" for path, s in lacking.items())
                 + f"\nIt has {', '.join(sorted(table)[:5])}, …"
             )
-        moments = _Moments(table)
-        replaced = set(assigned)
-        for param in assigned:  # these now belong to other parameters, or to none
-            replaced.update(path for path, _ in moments.of(param))
-        wanted_mirrors = find_mirrors(self.wanted).known
-        for path, mirror in wanted_mirrors.items():
-            if path not in assigned and mirror.param in assigned:
-                source = assigned[mirror.param]
-                assigned[path] = source and moments.find(
-                    source, self.wanted[path].info, mirror
-                )
-        taken = set(assigned.values())
-        new = {
-            path: leaf
-            for path, leaf in table.items()
-            if path not in replaced and (path not in taken or path in self.wanted)
-        }
+        mirrored = {m.param for m in find_mirrors(self.wanted).known.values()}
+        rows = []
         for path, source in assigned.items():
             if source is not None:
-                leaf = base.move(table[source], path)
-                if path in wanted_mirrors:
-                    role = self.wanted[path].info.role
-                    info = dataclasses.replace(leaf.info, role=role)
-                    leaf = dataclasses.replace(leaf, info=info)
-                new[path] = leaf
-        return new
+                fn = None if path in mirrored else ALONE
+                rows.append(LeafRow([source], [(path, fn)]))
+        sources = dict.fromkeys(row.old[0] for row in rows)
+        left = self.wanted.keys() & sources.keys() - assigned.keys()
+        replaced = [path for path in assigned if path in table and path not in sources]
+        rows += [LeafRow([path], [(path, None)]) for path in sources if path in left]
+        rows += [LeafRow([path], []) for path in replaced]
+        return apply_rows(table, rows, str(self), moves_unclear=False)
 
     def _assigned(self, wanted: LeafTable) -> dict[LeafPath, LeafPath | None]:
         assigned: dict[LeafPath, LeafPath | None] = {}
@@ -274,51 +238,6 @@ class _Assign(TableTransform):
     def __str__(self) -> str:
         rules = [(p.pattern, r) for p, r in self.rules]
         return base.call("assign", rules, strict=None if self.strict else False)
-
-
-class _Moments:
-    """The moments in a table, by their parameters."""
-
-    def __init__(self, table: LeafTable) -> None:
-        self._table = table
-        self._of: dict[LeafPath, list[tuple[LeafPath, Mirror]]] = {}
-        for path, mirror in find_mirrors(table).known.items():
-            self._of.setdefault(mirror.param, []).append((path, mirror))
-
-    def of(self, param: LeafPath) -> Sequence[tuple[LeafPath, Mirror]]:
-        """Returns the moments of a parameter, with their mirrors."""
-        return self._of.get(param, ())
-
-    def find(
-        self, param: LeafPath, wanted: LeafInfo, mirror: Mirror
-    ) -> LeafPath | None:
-        """Returns the moment of `param` that corresponds to `wanted`, or None.
-
-        A moment in the same slot, else in the same field of the same transform.
-        """
-        same = [path for path, other in self.of(param) if other.slot == mirror.slot]
-        alike = same or [
-            path
-            for path, other in self.of(param)
-            if self._is_alike(self._table[path].info, other, wanted, mirror)
-        ]
-        return alike[0] if len(alike) == 1 else None
-
-    def _is_alike(
-        self, found: LeafInfo, of_found: Mirror, wanted: LeafInfo, mirror: Mirror
-    ) -> bool:
-        (one, field), (other, wanted_field) = (
-            _field(found, of_found),
-            _field(wanted, mirror),
-        )
-        return field == wanted_field and (one == other or not one or not other)
-
-
-def _field(info: LeafInfo, mirror: Mirror) -> tuple[str, str]:
-    """Returns class and field of a moment; the class is empty if unknown."""
-    if info.role is not None and info.role.state_class:
-        return info.role.state_class, info.role.field
-    return "", mirror.slot.tail or mirror.slot.head.rpartition("/")[2]
 
 
 def assign(

@@ -8,13 +8,13 @@ from flaxckpt import _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base
 from flaxckpt._transforms.base import TableTransform, Transform
-from flaxckpt._transforms.groups import LeafGroup, Regrouping
 from flaxckpt._transforms.patterns import (
     check_replacement,
     compile_pattern,
     expand,
     invert,
 )
+from flaxckpt._transforms.rows import LeafRow, RowTransform
 from flaxckpt._types import LeafPath
 
 _ADVICE = (
@@ -44,14 +44,14 @@ def untie(pattern: str, replacement: str) -> TableTransform:
     compiled = compile_pattern(pattern)
     check_replacement(pattern, replacement)
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> Iterator[LeafRow]:
         for path, match in base.matches(compiled, table).items():
-            yield LeafGroup([path], [(path, None), (expand(match, replacement), None)])
+            yield LeafRow([path], [(path, None), (expand(match, replacement), None)])
 
     def undo() -> Transform:
         return tie(*invert(pattern, replacement))
 
-    return Regrouping(base.call("untie", pattern, replacement), find, undo)
+    return RowTransform(base.call("untie", pattern, replacement), find, undo)
 
 
 def tie(pattern: str, replacement: str) -> TableTransform:
@@ -86,7 +86,7 @@ def make_tie(
     compiled = compile_pattern(pattern)
     name = base.call("tie", pattern, replacement)
 
-    def find(table: LeafTable) -> Iterator[LeafGroup]:
+    def find(table: LeafTable) -> Iterator[LeafRow]:
         matches = base.match_arrays(compiled, table, name)
         kept = {path: expand(match, replacement) for path, match in matches.items()}
         if faults := _find_faults(table, kept):
@@ -97,12 +97,12 @@ def make_tie(
                 + f"\n{advice or _ADVICE}"
             )
         for path in (*dict.fromkeys(kept.values()), *kept):
-            yield LeafGroup([path], [(kept.get(path, path), None)])
+            yield LeafRow([path], [(kept.get(path, path), None)])
 
     def undo() -> Transform:
         return untie(*invert(pattern, replacement))
 
-    return Regrouping(name, find, undo, ties=(advice,) if advice else ())
+    return RowTransform(name, find, undo, ties=(advice,) if advice else ())
 
 
 def _find_faults(

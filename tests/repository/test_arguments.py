@@ -22,6 +22,7 @@ from flaxckpt import CheckpointCallback, Checkpointer, configs, errors, formats
 from flaxckpt import datasets as ds
 from flaxckpt import policies as po
 from flaxckpt import transforms as tf
+from tests.transforms.cases import MISTAKES
 
 NAN = float("nan")
 
@@ -274,38 +275,7 @@ def test_layouts_meshes_and_stores(call, says):
     assert says in told(call)
 
 
-@mistakes(
-    assign_text=(lambda: tf.assign("a"), "assign needs a list of pairs"),
-    assign_texts=(lambda: tf.assign(["ab", "cd"]), "assign needs a list of pairs"),
-    assign_three=(lambda: tf.assign([("a", "b", "c")]), "assign needs a list of pairs"),
-    assign_number=(lambda: tf.assign({"a": 3}), "replacement of 'a' must be a path"),
-    cast_none=(lambda: tf.cast(".*", None), "cast needs an element type"),
-    cast_array=(lambda: tf.cast(".*", jnp.ones(3)), "got an array float32[3]"),
-    copy_number=(lambda: tf.copy("a", 3), "wanted a pattern and its replacement"),
-    rename_pairs=(lambda: tf.rename([("a", "b")]), "or a dict, got a list"),
-    rename_none=(lambda: tf.rename({"a": None}), "replacement of 'a' must be a path"),
-    fuse_axis=(lambda: tf.fuse(["a", "b"], "x", axis="0"), "axis must be a whole"),
-    fuse_sizes=(lambda: tf.fuse(["a", "b"], "x", sizes=3), "sizes must be a list"),
-    fuse_none=(lambda: tf.fuse(None, "x"), "fuse needs a list of patterns, got None"),
-    grow_text=(lambda: tf.grow("w", 0, "5"), "size must be a whole number"),
-    grow_axis=(lambda: tf.grow("w", "0", 5), "axis must be a whole number, got '0'"),
-    grow_less=(lambda: tf.grow("w", 0, -5), "of at least 0, got -5"),
-    grow_seed=(lambda: tf.grow("w", 0, 5, seed="x"), "seed must be a whole number"),
-    merge_step=(lambda: tf.merge("one", step="1"), "a step is the number"),
-    pad_number=(lambda: tf.pad("w", 5), "shape must be a list of whole numbers, got 5"),
-    pad_text=(lambda: tf.pad("w", "55"), "shape must be a list of whole numbers"),
-    pad_less=(lambda: tf.pad("w", (5, -1)), "shape must be a whole number of at"),
-    pad_value=(lambda: tf.pad("w", (5, None), value="x"), "value must be a number"),
-    slice_slice=(lambda: tf.slice("w", slice(0, 2)), "shape must be a list of whole"),
-    split_axis=(lambda: tf.split("a", ["b", "c"], axis="x"), "axis must be a whole"),
-    split_sizes=(lambda: tf.split("a", ["b", "c"], sizes="12"), "sizes must be a list"),
-    split_none=(lambda: tf.split("a", None), "split needs a list of parts, got None"),
-    stack_list=(lambda: tf.stack(["a"], "b"), "must be a regular expression as a str"),
-    stack_axis=(lambda: tf.stack("l_([0-9])", "b", axis="0"), "axis must be a whole"),
-    unstack_none=(lambda: tf.unstack("a", None), "replacement of 'a' must be a path"),
-    transpose_text=(lambda: tf.transpose("a", "01"), "axes must be a list of whole"),
-    transpose_twice=(lambda: tf.transpose("a", [0, 0]), "axes must be distinct"),
-)
+@pytest.mark.parametrize(("call", "says"), MISTAKES)
 def test_transforms(call, says):
     assert says in told(call)
 

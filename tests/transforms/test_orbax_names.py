@@ -21,7 +21,7 @@ from flaxckpt._state import flatten as state_flatten
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._state import tree as state_tree
 from flaxckpt._transforms import base
-from flaxckpt._transforms.moment_slots import find_mirrors
+from flaxckpt._transforms.mirrors import find_mirrors
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
 from flaxckpt.transforms import cast, inverse, rename, transpose, use_orbax_names
 from tests.helpers import optax_zoo, strategies

@@ -8,35 +8,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import errors, transforms
+from flaxckpt import errors
 from flaxckpt.transforms import permute, rename, reshape, tie, transpose, untie
-from tests.transforms.states import round_trip, state_of, table_of, transformed
+from tests.transforms.states import state_of, table_of, transformed
 
 PARAMS = {"embed": jnp.ones((6, 4)), "norm": jnp.ones(4)}
 UNTIE = untie("params/embed", "params/head")
-
-
-@pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
-def test_a_shared_leaf_becomes_two_and_one_again(tmp_path, kind):
-    state = state_of(kind, PARAMS, optax.adamw(1e-3))
-    before, after = table_of(state), transformed([UNTIE], state)
-    copies = [p for p in before if "embed" in p]
-    assert len(copies) == 3
-    for path in copies:
-        copied = after[path.replace("embed", "head")]
-        np.testing.assert_array_equal(before[path], copied)
-    flaxckpt.save(tmp_path / "c", state, transforms=[UNTIE])
-    found = flaxckpt.load(tmp_path / "c", state, transforms=transforms.inverse([UNTIE]))
-    for path, value in table_of(found).items():
-        np.testing.assert_array_equal(before[path], value, err_msg=path)
-
-
-def test_a_run_that_saves_untied_leaves_resumes_by_itself(tmp_path):
-    state = state_of("dict", PARAMS, optax.adamw(1e-3))
-    with flaxckpt.Checkpointer(tmp_path, transforms=[UNTIE]) as ckpt:
-        ckpt.save(1, state).wait()
-        found = ckpt.restore(jax.tree.map(jnp.zeros_like, state))
-    jax.tree.map(np.testing.assert_array_equal, state, found)
 
 
 def untied(difference, dtype="float32"):
@@ -146,20 +123,6 @@ def test_the_moments_of_the_kept_leaf_stay():
     assert before.keys() - after.keys() == {p for p in before if p.endswith("head")}
     for path, value in after.items():
         np.testing.assert_array_equal(before[path], value, err_msg=path)
-
-
-def test_untied_leaves_of_any_optimizer_are_tied_again():
-    for tx in (
-        optax.adamw(1e-3),
-        optax.sgd(1e-2, momentum=0.9),
-        optax.adafactor(1e-3, min_dim_size_to_factor=4),
-        optax.masked(optax.adam(1e-3), {"embed": True, "norm": False}),
-    ):
-        state = state_of("dict", PARAMS, tx)
-        before, back = table_of(state), round_trip([UNTIE], state)
-        assert before.keys() == back.keys()
-        for path, value in before.items():
-            np.testing.assert_array_equal(value, back[path], err_msg=path)
 
 
 def test_sharded_leaves_are_compared(tmp_path):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flaxckpt import _state
-from flaxckpt._state.leaf import LeafInfo, LeafTable
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._types import LeafPath
 
 _ROOTS = frozenset(("params", "target"))
@@ -33,6 +33,50 @@ def is_optimizer_leaf(path: LeafPath, info: LeafInfo) -> bool:
 def is_in_optimizer(path: LeafPath) -> bool:
     """Returns True for the path of a leaf below the usual name of an optimizer."""
     return not _state.optimizer_roles.NAMES.isdisjoint(path.split("/")[:-1])
+
+
+_HELD: Mapping[str, Mapping[str, int | Literal["copy"]]] = {
+    "DoGState": {"init_params": "copy"},
+    "DoWGState": {"init_params": "copy"},
+    "FactoredState": {"v_row": 2, "v_col": 2, "v": 2},
+    "MadgradState": {"grad_sum_sq": 2, "s": 1, "x0": "copy"},
+    "MechanicState": {"x0": "copy"},
+    "MuonState": {"mu": 1},
+    "ProdigyState": {"params0": "copy"},
+    "ScaleByAdamState": {"mu": 1, "nu": 2},
+    "ScaleByAdanState": {"m": 1, "v": 1, "n": 2, "g": 1},
+    "ScaleByAdemamixState": {"m1": 1, "m2": 1, "nu": 2},
+    "ScaleByAmsgradState": {"mu": 1, "nu": 2, "nu_max": 2},
+    "ScaleByBeliefState": {"mu": 1, "nu": 2},
+    "ScaleByLBFGSState": {
+        "params": "copy",
+        "updates": 1,
+        "diff_updates_memory": 1,
+        "diff_params_memory": -1,
+    },
+    "ScaleByLionState": {"mu": 1},
+    "ScaleByRStdDevState": {"mu": 1, "nu": 2},
+    "ScaleByRStdDevWithCountState": {"mu": 1, "nu": 2},
+    "ScaleByRmsState": {"nu": 2},
+    "ScaleByRmsWithCountState": {"nu": 2},
+    "ScaleByRssState": {"sum_of_squares": 2},
+    "ScaleBySimplifiedAdEMAMixState": {"m": 1, "n": 2},
+    "ScheduleFreeState": {"z": "copy"},
+}
+"""Class and field of a mirror -> the power of the gradient that it holds, or a copy.
+
+`TraceState`, `EmaState` and `ScaleByOptimisticGradientState` are absent: behind another
+transform, as in `rmsprop`, they hold updates, and nothing in their roles says so.
+"""
+
+
+def held(leaf: Leaf) -> int | Literal["copy"] | None:
+    """Returns the power of the gradient that a mirror holds, or "copy".
+
+    None if its role does not say so. A copy is of the parameter itself.
+    """
+    role = leaf.info.role
+    return None if role is None else _HELD.get(role.state_class, {}).get(role.field)
 
 
 class Slot(NamedTuple):
@@ -144,7 +188,7 @@ def find_mirrors(table: LeafTable) -> Mirrors:
     heads: set[str] = set()
     for slot in sorted(by_path, key=lambda slot: slot.head.count("/")):
         # All names in a slot must match, else the container holds several slots.
-        inside = not heads.isdisjoint(prefixes(slot.head))
+        inside = not heads.isdisjoint(_state.tree.prefixes(slot.head))
         if not inside and settled.settle(slot, by_path[slot], strict=True):
             heads.add(slot.head)
     for path in empties:
@@ -158,27 +202,24 @@ def find_mirrors(table: LeafTable) -> Mirrors:
     return Mirrors(settled.known, settled.unclear, lost)
 
 
-def parameters(table: LeafTable, mirrors: Mirrors) -> set[LeafPath]:
-    """Returns the arrays that are no optimizer leaves and no counters.
-
-    Args:
-        table: All leaves.
-        mirrors: The mirrors among them.
-    """
-    moments = {*mirrors.known, *mirrors.unclear, *mirrors.lost}
+def outside(table: LeafTable) -> LeafTable:
+    """Returns the leaves of no optimizer, without empty containers."""
+    mirrors = find_mirrors(table)
     return {
-        path
+        path: leaf
         for path, leaf in table.items()
-        if leaf.info.role is None
-        and path not in moments
-        and leaf.info.kind == "array"
-        and not _is_counter(leaf.info)
+        if leaf.info.kind != "empty"
+        and leaf.info.role is None
+        and path not in mirrors.known
+        and path not in mirrors.unclear
     }
 
 
-def _is_counter(info: LeafInfo) -> bool:
-    is_integer = _state.dtypes.kind(info.dtype or "") in ("int", "uint")
-    return is_integer and not info.shape
+def is_parameter(info: LeafInfo) -> bool:
+    """Returns True for a leaf of no optimizer that is an array, and no counter."""
+    return info.kind == "array" and (
+        bool(info.shape) or _state.dtypes.kind(info.dtype or "") not in ("int", "uint")
+    )
 
 
 def _below_params(
@@ -231,7 +272,7 @@ class _SettledMirrors:
 
     def settle_empty(self, path: LeafPath) -> None:
         """Records an empty container in a slot as a mirror, such as a masked moment."""
-        for head in prefixes(path):
+        for head in _state.tree.prefixes(path):
             if head in self._root_of_head:
                 slot, root = self._root_of_head[head]
                 name = path[len(head) + 1 :]
@@ -241,15 +282,8 @@ class _SettledMirrors:
 
 
 def _slot_of_role(path: LeafPath, param: LeafPath) -> Slot | None:
-    if not param:
-        return None
-    for bare in (
-        path,
-        _state.tree.without_box(path),
-    ):  # may be part of a parameter's name
-        if bare.endswith(f"/{param}"):
-            return Slot(bare[: -len(param) - 1], path[len(bare) + 1 :])
-    return None
+    head = _state.tree.before(path, param) if param else None
+    return Slot(head, path[len(f"{head}/{param}/") :]) if head else None
 
 
 def _possible_slots(path: LeafPath) -> Iterator[tuple[Slot, LeafPath]]:
@@ -280,7 +314,7 @@ class _Roots:
         for path in params:
             for root, name in _splits(path):
                 if name in wanted:
-                    for beginning in prefixes(root):
+                    for beginning in _state.tree.prefixes(root):
                         near_roots = self._beside.setdefault((name, beginning), [])
                         if len(near_roots) <= _CANDIDATES:
                             near_roots.append(root)
@@ -303,7 +337,7 @@ class _Roots:
             strict: True if every name must exist, not only most names.
         """
         first = self._first(members)
-        for beginning in prefixes(f"{slot.head}/x"):
+        for beginning in _state.tree.prefixes(f"{slot.head}/x"):
             near = self._beside.get((first, beginning), [])
             counts = {
                 root: sum(root + name in self._params for name in members)
@@ -332,12 +366,3 @@ def _splits(path: LeafPath) -> Iterator[tuple[str, LeafPath]]:
             return
         yield path[: end + 1], path[end + 1 :]
         end = path.find("/", end + 1)
-
-
-def prefixes(path: LeafPath) -> Iterator[str]:
-    """Yields the proper prefixes of a path: for `a/b/c`, `a/b`, `a` and empty."""
-    end = path.rfind("/")
-    while end >= 0:
-        yield path[:end]
-        end = path.rfind("/", 0, end)
-    yield ""
