@@ -1,8 +1,11 @@
-"""Shows the values of defaults in signatures of the reference, not private names."""
+"""Shows defaults and options in signatures of the reference, not private names."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +24,8 @@ class PublicDefaults(griffe.Extension):
         """Changes the parameters of a function."""
         if func.name.startswith("_") and func.name != "__init__":
             return
+        if any(str(p.annotation).startswith("Unpack[") for p in func.parameters):
+            list_options(func)
         for parameter in func.parameters:
             parameter.default = public(parameter.default, func.module.path)
 
@@ -28,6 +33,26 @@ class PublicDefaults(griffe.Extension):
         """Changes a field of a dataclass, whose default is that of a parameter."""
         if attr.parent is not None and "dataclass" in attr.parent.labels:
             attr.value = public(attr.value, attr.module.path)
+
+
+def list_options(func: griffe.Function) -> None:
+    """Replaces `**options` by the options, as `inspect.signature` lists them."""
+    module = importlib.import_module(func.module.path)
+    name = func.path.removeprefix(f"{func.module.path}.")
+    listed = inspect.signature(operator.attrgetter(name)(module)).parameters.values()
+    del func.parameters["options"]
+    for each in listed:
+        if each.kind is not each.KEYWORD_ONLY or each.name in func.parameters:
+            continue
+        annotation = ast.parse(each.annotation, mode="eval").body
+        func.parameters.add(
+            griffe.Parameter(
+                each.name,
+                annotation=griffe.safe_get_annotation(annotation, func.parent),
+                kind=griffe.ParameterKind.keyword_only,
+                default=repr(each.default),
+            )
+        )
 
 
 def public(default: Any, module: str) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,27 @@ from flaxckpt.transforms import Transform
 _log = logging.getLogger(__name__)
 
 
+class StepOptions(TypedDict, total=False):
+    """Options of all restores: see `load`, and `RestoreOptions` for the defaults."""
+
+    transforms: Sequence[Transform]
+    missing: Literal["error", "init"]
+    optimizer: Literal["match", "exact", "reinit"]
+    types: Sequence[type]
+    verify: bool
+    memory_map: Literal["auto"] | bool
+
+
+class LoadOptions(StepOptions, total=False):
+    """Options of `load`, which says what they mean."""
+
+    unused: Literal["warn", "error", "ignore"]
+    read_once: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """Options of a restore; `load` documents the options that it has, too.
+    """Options of a restore, with their defaults; `load` documents its own.
 
     Attributes:
         unused: None for what `purpose` does: a resume brings leaves back, or fails.
@@ -56,10 +74,10 @@ class RestoreOptions:
             the abstract state, for plans only.
     """
 
-    missing: Literal["error", "init"] = "error"
-    unused: Literal["warn", "error", "ignore"] | None = None
-    optimizer: Literal["match", "exact", "reinit"] = "match"
     transforms: Sequence[Transform] = ()
+    missing: Literal["error", "init"] = "error"
+    unused: Literal["warn", "error", "ignore"] | None = "warn"
+    optimizer: Literal["match", "exact", "reinit"] = "match"
     types: Sequence[type] = ()
     purpose: Literal["load", "restore", "resume"] = "load"
     verify: bool = True

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from flaxckpt import _arrays, _formats, _state, _storage, _util, datasets, error
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
+from flaxckpt._checkpoint.planner import LoadOptions, RestoreOptions
 from flaxckpt._formats import locate, reader
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -23,7 +24,6 @@ from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import from_text, mirrors
 from flaxckpt._types import LeafPath, PathLike, PyTree
 from flaxckpt.errors import Mismatch
-from flaxckpt.transforms import Transform
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -36,24 +36,20 @@ _MAX_LINEAGE = 64
 _DIGESTED_BYTES = 2**30
 """Limit on the size of a file to be read only for a digest."""
 
+_takes_options = _util.guessed_names.spell_out(LoadOptions, RestoreOptions)
+
 # ---- public functions -----------------------------------------------------------
 
 
 @_util.gc_pause.pause()
 @_util.guessed_names.explain
+@_takes_options
 def load(
     path: PathLike,
     abstract_state: PyTree | None = None,
     *,
     step: int | None = None,
-    transforms: Sequence[Transform] = (),
-    missing: Literal["error", "init"] = "error",
-    unused: Literal["warn", "error", "ignore"] = "warn",
-    optimizer: Literal["match", "exact", "reinit"] = "match",
-    types: Sequence[type] = (),
-    verify: bool = True,
-    memory_map: Literal["auto"] | bool = "auto",
-    read_once: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> PyTree:
     """Loads a state from a checkpoint in any supported format.
 
@@ -103,36 +99,21 @@ def load(
         RestoreMismatchError: The checkpoint does not fit `abstract_state`; all leaves
             are named.
     """
-    options = planner.RestoreOptions(
-        missing=missing,
-        unused=unused,
-        optimizer=optimizer,
-        transforms=transforms,
-        types=types,
-        verify=verify,
-        memory_map=memory_map,
-        read_once=read_once,
-    )
-    stored, counter = _open(path, step, options)
-    return restore(stored, abstract_state, options, counter)
+    wanted = RestoreOptions(**options)
+    stored, counter = _open(path, step, wanted)
+    return restore(stored, abstract_state, wanted, counter)
 
 
 @_util.guessed_names.explain
+@_takes_options
 def load_async(
     path: PathLike,
     abstract_state: PyTree | None = None,
     *,
     step: int | None = None,
-    transforms: Sequence[Transform] = (),
-    missing: Literal["error", "init"] = "error",
-    unused: Literal["warn", "error", "ignore"] = "warn",
-    optimizer: Literal["match", "exact", "reinit"] = "match",
-    types: Sequence[type] = (),
-    verify: bool = True,
-    memory_map: Literal["auto"] | bool = "auto",
-    read_once: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> LoadHandle:
-    """Starts a load like `load`, and reads on another thread.
+    """Starts a load like `load`, with its arguments, and reads on another thread.
 
     For example while the training step compiles:
 
@@ -151,19 +132,6 @@ def load_async(
     optimizer leaves. All processes must then call `wait` at the same place of the
     program, as for `load`.
 
-    Args:
-        path: See `load`, as for all arguments.
-        abstract_state: See `load`.
-        step: See `load`.
-        transforms: See `load`.
-        missing: See `load`.
-        unused: See `load`.
-        optimizer: See `load`.
-        types: See `load`.
-        verify: See `load`.
-        memory_map: See `load`.
-        read_once: See `load`.
-
     Returns:
         A handle; its `wait()` returns the state.
 
@@ -171,19 +139,10 @@ def load_async(
         CheckpointNotFoundError, CheckpointFormatError, RestoreMismatchError: As for
             `load`; `wait` raises errors of reading.
     """
-    options = planner.RestoreOptions(
-        missing=missing,
-        unused=unused,
-        optimizer=optimizer,
-        transforms=transforms,
-        types=types,
-        verify=verify,
-        memory_map=memory_map,
-        read_once=read_once,
-    )
+    wanted = RestoreOptions(**options)
     with _util.gc_pause.pause():
-        stored, counter = _open(path, step, options)
-        planned = Restore(stored, abstract_state, options, counter)
+        stored, counter = _open(path, step, wanted)
+        planned = Restore(stored, abstract_state, wanted, counter)
     if _util.processes.process_count() > 1:
         # Threads of different processes start computations in different orders, and
         # would wait for each other forever.
@@ -197,7 +156,7 @@ def load_async(
 
 
 def _open(
-    path: PathLike, step: int | None, options: planner.RestoreOptions
+    path: PathLike, step: int | None, options: RestoreOptions
 ) -> tuple[Stored, _util.progress.Counter]:
     """Opens a checkpoint to load; returns it with a counter of its bytes."""
     stored = locate.open_checkpoint(path, step, types=options.types)
@@ -210,7 +169,7 @@ def load_source(
     path: Path,
     step: int | None,
     abstract_state: PyTree,
-    options: planner.RestoreOptions,
+    options: RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...], int, str]:
     """Returns a state for a run to begin with, its lineage, its step, and the outcome.
@@ -314,15 +273,13 @@ def _file_digest(stored: Stored) -> str | None:
 
 @_util.gc_pause.pause()
 @_util.guessed_names.explain
+@_takes_options
 def plan(
     path: PathLike,
     abstract_state: PyTree,
     *,
     step: int | None = None,
-    transforms: Sequence[Transform] = (),
-    missing: Literal["error", "init"] = "error",
-    unused: Literal["warn", "error", "ignore"] = "warn",
-    optimizer: Literal["match", "exact", "reinit"] = "match",
+    **options: Unpack[LoadOptions],
 ) -> RestorePlan:
     """Returns the plan of `load` with the same arguments, without reading arrays.
 
@@ -333,10 +290,8 @@ def plan(
         CheckpointFormatError: `path` is not a checkpoint.
         DamagedCheckpointError: The metadata is missing or has changed.
     """
-    options = planner.RestoreOptions(
-        missing=missing, unused=unused, optimizer=optimizer, transforms=transforms
-    )
-    return _plan(locate.open_checkpoint(path, step), abstract_state, options)
+    wanted = RestoreOptions(**options)
+    return _plan(locate.open_checkpoint(path, step), abstract_state, wanted)
 
 
 def plan_for_target(
@@ -344,26 +299,19 @@ def plan_for_target(
     target: PyTree,
     *,
     step: int | None = None,
-    transforms: Sequence[Transform] = (),
-    missing: Literal["error", "init"] = "error",
-    unused: Literal["warn", "error", "ignore"] = "warn",
-    optimizer: Literal["match", "exact", "reinit"] = "match",
     as_source: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> RestorePlan:
     """Returns the plan of `load` into the state that was saved as `target`.
 
-    Like `plan`, but the program that saved `target` has an optimizer, which
-    initializes the optimizer leaves that `path` lacks, and values for the leaves that
-    `missing="init"` keeps.
+    Like `plan`, with its options, but the program that saved `target` has an optimizer,
+    which initializes the optimizer leaves that `path` lacks, and values for the leaves
+    that `missing="init"` keeps.
 
     Args:
         path: A checkpoint, or a run directory.
         target: The abstract state that was read from another checkpoint.
         step: Step of a run directory; by default the newest.
-        transforms: As for `load`.
-        missing: As for `load`.
-        unused: As for `load`.
-        optimizer: As for `load`.
         as_source: Whether a new run begins from `path`, as `restore_or_init(source=…)`
             does: with `optimizer="reinit"`, step counters begin anew, too.
 
@@ -371,24 +319,15 @@ def plan_for_target(
         CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
             `plan`.
     """
-    options = planner.RestoreOptions(
-        missing=missing,
-        unused=unused,
-        optimizer=optimizer,
-        transforms=transforms,
-        is_source=as_source,
-        has_values=True,
-    )
+    wanted = RestoreOptions(**options, is_source=as_source, has_values=True)
     stored = locate.open_checkpoint(path, step)
-    planned = _plan(stored, target, options)
-    if planned.drops and not _succeeds_without(stored, target, options, planned.drops):
+    planned = _plan(stored, target, wanted)
+    if planned.drops and not _succeeds_without(stored, target, wanted, planned.drops):
         planned = dataclasses.replace(planned, drops=())
     return planned
 
 
-def plan_resume(
-    state: PyTree, begin: PyTree, options: planner.RestoreOptions
-) -> RestorePlan:
+def plan_resume(state: PyTree, begin: PyTree, options: RestoreOptions) -> RestorePlan:
     """Returns the plan of a restore of `state`, once saved, into `begin`."""
     flat = _state.flax_state.flatten(state)
     table = flat.table_with_roles()
@@ -424,7 +363,7 @@ def plan_resume(
 def _succeeds_without(
     stored: Stored,
     target: PyTree,
-    options: planner.RestoreOptions,
+    options: RestoreOptions,
     patterns: Sequence[str],
 ) -> bool:
     """Returns True if a restore that drops the leaves of `patterns` would succeed."""
@@ -437,7 +376,7 @@ def _succeeds_without(
 
 
 def _plan(
-    stored: Stored, abstract_state: PyTree, options: planner.RestoreOptions
+    stored: Stored, abstract_state: PyTree, options: RestoreOptions
 ) -> RestorePlan:
     planned, _ = planner.make_plan(stored, abstract_state, options)
     if not planned.problems:
@@ -538,7 +477,7 @@ class Restore:
         self,
         stored: Stored,
         abstract_state: PyTree | None,
-        options: planner.RestoreOptions,
+        options: RestoreOptions,
         counter: _util.progress.Counter,
     ) -> None:
         self._start = time.monotonic()
@@ -634,7 +573,7 @@ class Restore:
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
-    options: planner.RestoreOptions,
+    options: RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
 ) -> PyTree:
@@ -728,7 +667,7 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
 
 
 def _read_options(
-    path: str, options: planner.RestoreOptions, report: Callable[[int], object]
+    path: str, options: RestoreOptions, report: Callable[[int], object]
 ) -> _arrays.read.ReadOptions:
     memory_map = options.memory_map
     if memory_map == "auto":
@@ -745,7 +684,7 @@ def _read_options(
 def _warn_of_differences(
     planned: RestorePlan,
     recipe: planner.Recipe,
-    options: planner.RestoreOptions,
+    options: RestoreOptions,
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
     assert recipe.flat is not None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from flaxckpt import (
     _arrays,
@@ -21,7 +21,7 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt._checkpoint.planner import RestoreOptions
+from flaxckpt._checkpoint.planner import RestoreOptions, StepOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._formats import locate
@@ -313,6 +313,7 @@ class Checkpointer:
 
     # ---- restoring -----------------------------------------------------------
 
+    @_util.guessed_names.spell_out(StepOptions, RestoreOptions)
     def restore(
         self,
         abstract_state: PyTree | None = None,
@@ -320,15 +321,12 @@ class Checkpointer:
         step: int | None = None,
         dataset: Any = None,
         fallback: bool = True,
-        transforms: Sequence[Transform] = (),
-        missing: Literal["error", "init"] = "error",
         unused: Literal["warn", "error", "ignore"] | None = None,
-        optimizer: Literal["match", "exact", "reinit"] = "match",
-        types: Sequence[type] = (),
-        verify: bool = True,
-        memory_map: Literal["auto"] | bool = "auto",
+        **options: Unpack[StepOptions],
     ) -> PyTree:
         """Restores a step, by default the newest.
+
+        The options without a description here are those of `flaxckpt.load`.
 
         Args:
             abstract_state: The state to restore; see `flaxckpt.load`.
@@ -337,17 +335,11 @@ class Checkpointer:
             fallback: True to restore an older step, with a warning, if the newest is
                 damaged and `step` is None. Steps that are proved to be damaged are
                 marked then, unless `read_only`: see `damaged`.
-            transforms: See `flaxckpt.load`.
-            missing: See `flaxckpt.load`.
             unused: Treatment of leaves that only the step has. By default, those in an
                 empty place of the state (None, `{}`, `()`, `[]`) come back in the
                 classes that the step records, and others cause a warning, as in
                 `flaxckpt.load`; `warn` and `ignore` leave out all, and `error` raises
                 an error.
-            optimizer: See `flaxckpt.load`.
-            types: See `flaxckpt.load`.
-            verify: See `flaxckpt.load`.
-            memory_map: See `flaxckpt.load`.
 
         Returns:
             A state like `abstract_state`, with values for all leaves.
@@ -356,18 +348,9 @@ class Checkpointer:
             CheckpointNotFoundError: The run has no steps, or not this step.
             CheckpointError: See `flaxckpt.load`.
         """
-        options = RestoreOptions(
-            missing=missing,
-            unused=unused,
-            optimizer=optimizer,
-            transforms=transforms,
-            types=types,
-            purpose="restore",
-            verify=verify,
-            memory_map=memory_map,
-        )
+        wanted = RestoreOptions(**options, unused=unused, purpose="restore")
         return self._restore(
-            abstract_state, options, step=step, dataset=dataset, fallback=fallback
+            abstract_state, wanted, step=step, dataset=dataset, fallback=fallback
         )
 
     def _restore(
@@ -399,9 +382,8 @@ class Checkpointer:
         Raises:
             CheckpointError: As for `restore`.
         """
-        return self._restore_latest(
-            abstract_state, RestoreOptions(purpose="restore"), dataset
-        )
+        options = RestoreOptions(unused=None, purpose="restore")
+        return self._restore_latest(abstract_state, options, dataset)
 
     def _restore_latest(
         self, abstract_state: PyTree, options: RestoreOptions, dataset: Any

@@ -86,6 +86,32 @@ def explain(target: T) -> T:
     return target
 
 
+def spell_out(options: type, source: Callable[..., Any]) -> Callable[[T], T]:
+    """Lists options as parameters of functions that take them as `**options`.
+
+    For `help`, `inspect.signature` and the errors of `explain`, which comes above.
+
+    Args:
+        options: The `TypedDict` of the options.
+        source: A dataclass that has the options as fields, with their defaults.
+    """
+    types = options.__annotations__
+    listed = [
+        field.replace(annotation=types[name].__forward_arg__)
+        for name, field in inspect.signature(source).parameters.items()
+        if name in types
+    ]
+
+    def list_options(function: T) -> T:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        shown = signature.replace(parameters=[*own, *listed])
+        function.__signature__ = shown  # type: ignore[attr-defined]
+        return function
+
+    return list_options
+
+
 def _answers_of(place: str) -> Mapping[str, str]:
     """Returns the answers for a place; none if the table cannot be read."""
     try:
@@ -148,10 +174,16 @@ def _explain_arguments(function: T, place: str, called: str, *, is_method: bool)
         called: Its name in a call.
         is_method: Whether the first argument is `self`.
     """
+    spelled_out = getattr(function, "__signature__", None)
+    known = spelled_out and spelled_out.parameters.keys()
 
     @functools.wraps(function)
     def explained(*args: Any, **options: Any) -> Any:
         try:
+            if known and not options.keys() <= known:
+                name = next(each for each in options if each not in known)
+                what = f"got an unexpected keyword argument '{name}'"
+                raise TypeError(f"{function.__qualname__}() {what}")
             return function(*args, **options)
         except errors.OptionError as error:
             # Of the calls inside of each other, the outermost is that of the user.

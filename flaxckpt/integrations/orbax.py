@@ -136,14 +136,6 @@ class RestoreArgs(ocp.args.CheckpointArgs):  # type: ignore[misc]
         abstract_state: The state to restore, with arrays or `jax.ShapeDtypeStruct`s as
             leaves; None restores the saved classes. This and all others are arguments
             of `flaxckpt.load`.
-        transforms: Changes to apply to the item first.
-        missing: Treatment of leaves that the item lacks.
-        unused: Treatment of leaves that only the item has.
-        optimizer: How to find optimizer leaves.
-        types: Your classes that the item may name, if there is no `abstract_state`.
-        verify: Whether to compare all values with their checksums.
-        memory_map: Whether to map the files of uncompressed arrays into memory.
-        read_once: With several processes: whether each file is read by one of them.
     """
 
     abstract_state: PyTree = None

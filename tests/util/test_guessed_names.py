@@ -305,6 +305,27 @@ def test_explained_objects_are_as_before():
     assert str(again) == str(raised.value)
 
 
+def test_options_of_a_restore_are_listed_in_every_signature():
+    load = inspect.signature(flaxckpt.load).parameters
+    for function in (flaxckpt.load_async, flaxckpt.plan):
+        listed = dict(inspect.signature(function).parameters)
+        assert [*listed] == [*load]
+        del listed["abstract_state"]
+        assert listed.items() <= load.items()
+    restore = inspect.signature(flaxckpt.Checkpointer.restore).parameters
+    assert load.keys() - restore.keys() == {"path", "read_once"}
+    differing = {name for name in load.keys() & restore if load[name] != restore[name]}
+    assert differing == {"unused"}
+    assert load["missing"].default == "error"
+    assert "'init'" in load["missing"].annotation
+    for function, name in ((flaxckpt.load, "missin"), (flaxckpt.plan, "verfy")):
+        with pytest.raises(errors.ArgumentError, match="did you mean"):
+            function("run", {}, **{name: None})
+    for function in (flaxckpt.load, flaxckpt.load_async, flaxckpt.plan):
+        with pytest.raises(TypeError, match=r"^\w+\(\) got an .* argument 'purpose'"):
+            function("run", {}, purpose="resume")
+
+
 # ---- the table has the names of other libraries --------------------------------------
 
 
