@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _util, errors
@@ -14,14 +13,11 @@ from flaxckpt.errors import Mismatch
 
 if TYPE_CHECKING:
     import rich.console
-    from rich.table import Table
-    from rich.text import Text
 
 _ROWS_PRINTED = 60
 _HEADER: tuple[str, ...] = (
     *("leaf", "leaves", "action", "wanted", "found", "transforms"),
 )
-_GAP = 2
 _NEAREST = " (nearest: "
 """Begins the nearest leaf in the text of a missing leaf."""
 
@@ -123,28 +119,13 @@ class RestorePlan:
 
         yield Text(self.summary)
         if rows := self._rows():
-            yield self._table(rows, options.max_width)
+            styled = []
+            for row in rows[1:]:
+                style = next((s for action, s in _STYLES.items() if action in row), "")
+                styled.append([(cell, style) for cell in row])
+            yield _util.columns.fold(rows[0], styled, options.max_width)
         if conclusion := self._conclusion():
             yield Text("\n".join(conclusion))
-
-    def _table(self, rows: Sequence[Sequence[str]], width: int) -> Table | Text:
-        """Returns `rows`, the first of them the header, in at most `width` columns."""
-        from rich.table import Table
-        from rich.text import Text
-
-        columns = _util.columns
-        widths = columns.fit_widths(rows, width - _GAP * len(rows[0]))
-        if sum(widths) + _GAP * len(widths) > width:
-            lines = [columns.to_paragraph(rows[0], row, width) for row in rows[1:]]
-            return Text("\n".join(itertools.chain.from_iterable(lines)))
-        table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold")
-        for name, each in zip(rows[0], widths, strict=True):
-            table.add_column(name, overflow="fold", width=each)
-        for row in rows[1:]:
-            style = next((s for action, s in _STYLES.items() if action in row), "")
-            cells = map(columns.break_paths, row, widths)
-            table.add_row(*[Text(cell, style) for cell in cells])
-        return table
 
     def _conclusion(self) -> list[str]:
         """Returns lines that say whether the restore fails, and what to do then."""

@@ -8,6 +8,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+GAP = 2
+"""Columns of a terminal between two columns of a table."""
 
 _SHORT = 12
 """Words up to this length stay whole."""
@@ -17,6 +25,55 @@ _LONG = 20
 
 _TYPE = re.compile(r"[a-z]\w*\[[\d, ]*\]")
 """An array in a cell: `float32[8, 4]`."""
+
+
+def fold(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[tuple[str, str]]],
+    width: int,
+    *,
+    numbers: Collection[int] = (),
+    whole: Collection[int] = (),
+) -> Table | Text:
+    """Returns what rich prints for a table: columns, or a paragraph for each row.
+
+    Args:
+        titles: The headings; without any, the table has no header.
+        rows: The cells, each with its style.
+        width: The width of the terminal.
+        numbers: The columns that are aligned to the right and never folded.
+        whole: Other columns that are never folded.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    texts = [[text for text, _ in row] for row in rows]
+    gaps = GAP * (len(titles) - 1)
+    widths = fit_widths([titles, *texts], width - gaps, {*numbers, *whole})
+    if sum(widths) + gaps > width:
+        lines = []
+        for row, cells in zip(rows, texts, strict=True):
+            name, *others = to_paragraph(titles, cells, width)
+            lines += [Text(name, row[0][1]), *map(Text, others)]
+        return Text("\n").join(lines)
+    table = Table(
+        box=None,
+        header_style="bold",
+        show_header=any(titles),
+        padding=(0, GAP, 0, 0),
+        pad_edge=False,
+    )
+    for n, (title, each) in enumerate(zip(titles, widths, strict=True)):
+        table.add_column(
+            Text(title),
+            width=each,
+            justify="right" if n in numbers else "left",
+            overflow="fold",
+        )
+    for row in rows:
+        sized = zip(row, widths, strict=True)
+        table.add_row(*[Text(break_paths(t, each), s) for (t, s), each in sized])
+    return table
 
 
 def fit_widths(

@@ -195,7 +195,12 @@ def print_table(
     if not cells:
         return
     if is_terminal() and table_width(columns, cells) > terminal_width():
-        _print_rich_table(columns, cells)
+        titles = [column.heading for column in columns]
+        numbers = [n for n, each in enumerate(columns) if each.is_number]
+        whole = [n for n, each in enumerate(columns) if each.is_whole]
+        width = terminal_width()
+        table = _columns.fold(titles, cells, width, numbers=numbers, whole=whole)
+        console(width).print(table)
     else:
         print("\n".join(table_lines(columns, cells)))
     if len(rows) > len(cells):
@@ -207,7 +212,7 @@ def _cell(cell: str | Cell) -> Cell:
     return Cell(errors.printable(text), style)
 
 
-_GAP = "  "
+_GAP = " " * _columns.GAP
 
 
 def table_width(
@@ -273,56 +278,6 @@ def style_text(cell: Cell) -> str:
 def terminal_width() -> int:
     """Returns the width of the terminal in columns."""
     return shutil.get_terminal_size().columns
-
-
-def _print_rich_table(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
-) -> None:
-    """Prints a table that is wider than the terminal: folds words, but no numbers."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        box=None,
-        header_style="bold",
-        show_header=any(column.title for column in columns),
-        padding=(0, len(_GAP), 0, 0),
-        pad_edge=False,
-    )
-    whole = [n for n, each in enumerate(columns) if each.is_number or each.is_whole]
-    texts = [[each.heading for each in columns]]
-    texts += [[cell.text for cell in row] for row in rows]
-    gaps = len(_GAP) * (len(columns) - 1)
-    widths = _columns.fit_widths(texts, terminal_width() - gaps, whole)
-    if sum(widths) + gaps > terminal_width():
-        _print_records(columns, rows)
-        return
-    for column, width in zip(columns, widths, strict=True):
-        table.add_column(
-            Text(column.heading),
-            width=width,
-            justify="right" if column.is_number else "left",
-            overflow="fold",
-        )
-    for row in rows:
-        table.add_row(
-            *[
-                Text(_columns.break_paths(cell.text, width), cell.style)
-                for cell, width in zip(row, widths, strict=True)
-            ]
-        )
-    console(terminal_width()).print(table)
-
-
-def _print_records(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[Cell]]
-) -> None:
-    """Prints a table that is too wide for any columns: a paragraph for each row."""
-    titles = [column.title for column in columns]
-    for row in rows:
-        texts = [cell.text for cell in row]
-        name, *others = _columns.to_paragraph(titles, texts, terminal_width())
-        print("\n".join([style_text(Cell(name, row[0].style)), *others]))
 
 
 def console(width: int | None = None) -> Console:
