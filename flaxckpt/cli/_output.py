@@ -186,7 +186,7 @@ def print_table(
 ) -> None:
     """Prints a table: aligned text, which rich folds if the terminal is narrower.
 
-    Omits empty columns, and rows beyond the first `most`.
+    Omits empty columns, and rows beyond the first `most`, a number of --limit.
     """
     cells = [[_cell(cell) for cell in row] for row in rows[:most]]
     used = [n for n in range(len(columns)) if any(row[n].text for row in cells)]
@@ -203,8 +203,13 @@ def print_table(
         console(width).print(table)
     else:
         print("\n".join(table_lines(columns, cells)))
-    if len(rows) > len(cells):
-        print_line(f"… and {len(rows) - len(cells)} more: --json lists them all")
+    print_more(len(rows), len(cells), f"--limit {len(rows)} shows all")
+
+
+def print_more(total: int, shown: int, remedy: str) -> None:
+    """Prints how many rows are not shown, and what shows all; nothing for none."""
+    if total > shown:
+        print_paragraph(f"… and {total - shown:,} more: {remedy}")
 
 
 def _cell(cell: str | Cell) -> Cell:

@@ -143,9 +143,7 @@ def _show(
         TextColumn("by at most", is_number=True),
         TextColumn("rel. norm", is_number=True),
     ]
-    _output.print_table(columns, rows[:limit])
-    if hidden := len(rows) - limit if len(rows) > limit else 0:
-        _output.print_paragraph(f"… and {hidden:,} more: --limit {len(rows)} shows all")
+    _output.print_table(columns, rows, limit)
     _show_unreadable(result, limit)
     summary = _summary(result)
     if not has_values:
@@ -166,10 +164,7 @@ def _show_metrics(result: CheckpointDiff, limit: int) -> None:
         TextColumn("a", is_number=True),
         TextColumn("b", is_number=True),
     ]
-    _output.print_table(columns, rows[:limit])
-    if len(rows) > limit:
-        more = len(rows) - limit
-        _output.print_paragraph(f"… and {more:,} more: --limit {len(rows)} shows all")
+    _output.print_table(columns, rows, limit)
     _output.print_line()
 
 
@@ -181,11 +176,7 @@ def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
         _output.print_line("cannot be read, and so may differ:")
     for line in lines[:limit]:
         print("\n".join(_output.wrap(line, indent="    ")))
-    if len(lines) > limit:
-        more = len(lines) - limit
-        _output.print_paragraph(
-            f"  … and {more:,} more: --limit {len(lines)} shows all"
-        )
+    _output.print_more(len(lines), limit, f"--limit {len(lines)} shows all")
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:

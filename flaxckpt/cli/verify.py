@@ -309,7 +309,4 @@ def _show_faults(report: VerifyReport) -> None:
         place = errors.printable(report.places.get(name, name))
         print(f"  {_output.style_text(Cell(place, style))}")
         print("\n".join(_output.wrap(f"    {why}", indent="    ")))
-    if len(faults) > _FAULTS:
-        _output.print_line(
-            f"  … and {len(faults) - _FAULTS} more: --json lists them all"
-        )
+    _output.print_more(len(faults), _FAULTS, "--json lists them all")
