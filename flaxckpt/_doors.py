@@ -64,12 +64,12 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-_unopened: dict[str, list[str]] = {}
-"""Package -> the modules behind its door that may not be imported yet."""
+_unopened: dict[str, Collection[str]] = {}
+"""Package -> the modules behind its door that may not be imported yet, or none."""
 
 
 def open_all() -> None:
-    """Imports all modules behind the doors of the packages that are in use.
+    """Imports all modules of the packages that are in use.
 
     Call it before a thread starts that may outlive the main thread: at exit, Python
     refuses some imports.
@@ -79,30 +79,40 @@ def open_all() -> None:
             package, modules = _unopened.popitem()
         except KeyError:  # another thread has just taken the last package
             return
-        for name in modules:
+        for name in modules or _list_modules(package):
             import_module(f"{package}.{name}")
+
+
+def _list_modules(package: str) -> Iterator[str]:
+    """Yields the modules of a package, and those of each package in it."""
+    pkgutil = import_module("pkgutil")
+    for module in pkgutil.iter_modules(sys.modules[package].__path__):
+        yield module.name
+        if module.ispkg:
+            for name in _list_modules(f"{package}.{module.name}"):
+                yield f"{module.name}.{name}"
 
 
 def opener(
     package: str,
-    modules: Collection[str],
+    modules: Collection[str] = (),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for `package` that imports `modules` on first use.
+    """Returns a `__getattr__` for `package` that imports its modules on first use.
 
     A package need not import all of itself for a caller that wants one module: jax
-    alone takes a second, and much of the command line works without it.
+    alone takes a second, and much of the command line works without it. Its imports
+    for type checkers say which modules other packages may use.
 
     Args:
         package: The package's `__name__`.
-        modules: Names of the modules in it that other packages may use.
-        names: Names of functions and classes that they may use -> their modules.
+        modules: Names of the modules that `open_all` imports; by default all.
+        names: Names of functions and classes that others may use -> their modules.
 
     Raises:
         AttributeError: The returned function was asked for any other name.
     """
-    _unopened[package] = [name for name in modules if name not in names]
-    _unopened[package] += set(names.values())
+    _unopened[package] = modules
 
     def get(name: str) -> Any:
         if name in names:
@@ -110,8 +120,12 @@ def opener(
             found = getattr(module, name)
             setattr(sys.modules[package], name, found)
             return found
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return import_module(f"{package}.{name}")
+        wanted = f"{package}.{name}"
+        try:
+            return import_module(wanted)
+        except ModuleNotFoundError as error:
+            if error.name != wanted:
+                raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

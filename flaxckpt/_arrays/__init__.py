@@ -23,21 +23,5 @@ if TYPE_CHECKING:
         write,
     )
 
-__all__ = [
-    "blockwise",
-    "evaluate",
-    "forms",
-    "layout",
-    "lazy",
-    "read",
-    "read_files",
-    "read_once",
-    "read_plan",
-    "sample",
-    "to_device",
-    "to_host",
-    "write",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

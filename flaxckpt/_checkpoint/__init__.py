@@ -20,18 +20,5 @@ if TYPE_CHECKING:
         verify_report,
     )
 
-__all__ = [
-    "commit",
-    "file_sizes",
-    "overwrite",
-    "plan",
-    "planner",
-    "restore",
-    "save",
-    "save_handle",
-    "verify",
-    "verify_report",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

@@ -310,7 +310,7 @@ def _check_strings(strings: Mapping[LeafPath, str]) -> None:
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
     try:
-        _formats.orbax_json.check_size(_formats.orbax_files.strings(strings))
+        _formats.orbax_json.check_size(_formats.orbax_json.strings(strings))
     except ValueError as error:
         sizes = {path: len(text) for path, text in strings.items()}
         large = sorted(sizes, key=lambda path: -sizes[path])[: errors.ROWS_SHOWN]

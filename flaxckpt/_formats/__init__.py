@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
 from flaxckpt import _doors, _steps, _storage, _util, errors
-from flaxckpt._formats import hub_cache, items, recognise, shards, signatures
+from flaxckpt._formats import hub_cache, items, recognise, shards
+from flaxckpt._formats import signatures as _signatures
 from flaxckpt._formats.safetensors import files as safetensors_files
 from flaxckpt._types import PathLike
 
@@ -25,32 +26,12 @@ if TYPE_CHECKING:
         native_manifest,
         native_metadata,
         native_names,
-        orbax_files,
+        orbax_aggregate,
         orbax_json,
         reader,
         safetensors,
     )
-    from flaxckpt._formats import orbax_aggregate as orbax_aggregate
     from flaxckpt._formats.reader import Reader
-
-__all__ = [
-    "file_layout",
-    "hub_cache",
-    "items",
-    "locate",
-    "msgpack",
-    "native",
-    "native_contents",
-    "native_manifest",
-    "native_metadata",
-    "native_names",
-    "orbax_files",
-    "orbax_json",
-    "reader",
-    "recognise",
-    "safetensors",
-    "shards",
-]
 
 _RECOGNISERS: dict[str, Callable[[Path], str | None]] = {
     # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
@@ -82,9 +63,7 @@ _READERS = {
 """Format name -> module of the reader, imported on first use."""
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(
-        __name__, (*__all__, "orbax_aggregate", *_READERS.values())
-    )
+    __getattr__ = _doors.opener(__name__)
 
 _SUPPORTED = (
     "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
@@ -293,7 +272,7 @@ _NEAREST_AMONG = 5_000
 
 def _describe_content(path: Path) -> str:
     if path.is_file():
-        start = signatures.read_start(path)
+        start = _signatures.read_start(path)
         if start and not any(start):
             return "a file that begins with zeros, as if never written to the disk"
         return f"a file that begins with {start[:8]!r}" if start else "an empty file"
@@ -359,7 +338,7 @@ def _describe_unsupported(path: Path) -> str | None:
     if path.is_dir():
         if description := _describe_clu(path):
             return description
-        if signatures.read_start(path / "checkpoint").startswith(_TENSORFLOW) or any(
+        if _signatures.read_start(path / "checkpoint").startswith(_TENSORFLOW) or any(
             path.glob("*.ckpt*.index")
         ):
             return _TENSORFLOW_CHECKPOINT
@@ -372,7 +351,7 @@ def _describe_unsupported(path: Path) -> str | None:
             or _describe_parent(path)
             or _describe_runs(path)
         )
-    start = signatures.read_start(path)
+    start = _signatures.read_start(path)
     if (
         start.startswith(_TENSORFLOW)
         or path.with_name(path.name + ".index").is_file()
@@ -380,30 +359,30 @@ def _describe_unsupported(path: Path) -> str | None:
         or ".data-" in path.suffix
     ):
         return _TENSORFLOW_CHECKPOINT
-    if start.startswith(signatures.LFS):
-        return signatures.OF_LFS
+    if start.startswith(_signatures.LFS):
+        return _signatures.OF_LFS
     if start[:1] == b"\x80" and b"\x02" <= start[1:2] <= b"\x05":
         if path.suffix in _OF_TORCH:
             return f"a file of torch, a pickle. {_ABOUT_TORCH}"
         return f"a pickle. {_ABOUT_PICKLES}"
-    if start.startswith(signatures.ARCHIVE):
+    if start.startswith(_signatures.ARCHIVE):
         return _describe_archive(path)
     if start.startswith(_HDF5):
         return _describe_hdf5(path)
-    if path.suffix == ".eqx" or signatures.holds_arrays(path):
+    if path.suffix == ".eqx" or _signatures.holds_arrays(path):
         return (
             "a file of Equinox, the leaves of a model without names. Load it with"
             " equinox.tree_deserialise_leaves(path, model) into a model of its class,"
             " and save that here: flaxckpt.save(new_path, equinox.filter(model,"
             " equinox.is_array))"
         )
-    if start.startswith(signatures.ARRAY):
+    if start.startswith(_signatures.ARRAY):
         return (
             "a single numpy array, without a name: wanted an .npz, which has names."
             " Read it with numpy.load(path, allow_pickle=False), and save it with"
             " numpy.savez(new_path, name=array)"
         )
-    if signatures.begins_with_array(path):
+    if _signatures.begins_with_array(path):
         return (
             "a single array in msgpack, without a name: wanted a map of names and"
             " values. Read it with flax.serialization.msgpack_restore, and save it in"
@@ -414,7 +393,7 @@ def _describe_unsupported(path: Path) -> str | None:
 
 def _describe_archive(path: Path) -> str:
     """Describes a zip archive that is not one of numpy."""
-    first = signatures.first_member(path)
+    first = _signatures.first_member(path)
     if path.suffix == ".keras" or first in ("metadata.json", "config.json"):
         return f"a model of Keras in a zip archive. {_ABOUT_KERAS}"
     if first.endswith("data.pkl") or path.suffix in _OF_TORCH:

@@ -82,7 +82,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
             if info.kind == "string"
         }
         if strings:
-            content = orbax_files.strings(strings)
+            content = orbax_json.strings(strings)
             files[f"{root}{items.STRINGS}"] = content
             with _trial_parse(f"{root}{items.STRINGS}") as parse:
                 data = parse(content)

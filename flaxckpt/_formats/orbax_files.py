@@ -392,18 +392,6 @@ def parse_impls(data: Mapping[str, Any]) -> dict[str, str]:
     return impls
 
 
-def strings(values: Mapping[str, str]) -> bytes:
-    """Returns the content of `_strings.json` for a map of param name -> string."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, last = name.split("/")
-        inner = nested
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[last] = value
-    return orbax_json.dumps(nested)
-
-
 def string_at(data: Mapping[str, Any], name: str) -> str:
     """Returns the string of the leaf `name` from the content of `_strings.json`.
 

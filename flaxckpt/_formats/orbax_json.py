@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flaxckpt import _state, _storage, _util, errors
@@ -26,6 +26,18 @@ to_text = json.JSONEncoder(separators=(",", ":")).encode
 def dumps(data: JSON) -> bytes:
     """Returns `to_text` as bytes."""
     return to_text(data).encode()
+
+
+def strings(values: Mapping[str, str]) -> bytes:
+    """Returns the content of `_strings.json` for a map of param name -> string."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, last = name.split("/")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return dumps(nested)
 
 
 def parse(content: bytes, path: object) -> JSON:

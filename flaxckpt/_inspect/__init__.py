@@ -22,20 +22,5 @@ if TYPE_CHECKING:
         simulate,
     )
 
-__all__ = [
-    "abstract_file",
-    "best_step",
-    "diff",
-    "doctor",
-    "history",
-    "leaf_statistics",
-    "listing",
-    "plan_damage",
-    "replay",
-    "restore_call",
-    "run_view",
-    "simulate",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

@@ -17,15 +17,5 @@ if TYPE_CHECKING:
         peft,
     )
 
-__all__ = [
-    "detect",
-    "families",
-    "family",
-    "gguf",
-    "model_config",
-    "named",
-    "peft",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

@@ -24,22 +24,5 @@ if TYPE_CHECKING:
         staging,
     )
 
-__all__ = [
-    "checkpointer",
-    "damage",
-    "disk_usage",
-    "events",
-    "judge",
-    "metrics",
-    "restoring",
-    "retention",
-    "run_index",
-    "run_steps",
-    "sample_log",
-    "session",
-    "settings",
-    "staging",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

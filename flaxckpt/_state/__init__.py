@@ -26,24 +26,5 @@ if TYPE_CHECKING:
         treedef,
     )
 
-__all__ = [
-    "bits",
-    "boxes",
-    "classes",
-    "containers",
-    "describe",
-    "dtypes",
-    "flax_state",
-    "leaf",
-    "leaf_types",
-    "meshes",
-    "numpy_dtypes",
-    "optax_containers",
-    "optimizer_roles",
-    "optimizer_specs",
-    "tree",
-    "treedef",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

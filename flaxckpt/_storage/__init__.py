@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flaxckpt import _doors
+from flaxckpt._storage.storage import Stamp as Stamp
+from flaxckpt._storage.storage import of as of
+from flaxckpt._storage.storage import stamp as stamp
 
 if TYPE_CHECKING:
     from flaxckpt._storage import (
@@ -22,30 +25,6 @@ if TYPE_CHECKING:
         temporary,
         transaction,
     )
-    from flaxckpt._storage.storage import Stamp, of, stamp
-
-__all__ = [
-    "Stamp",
-    "bucket",
-    "files",
-    "filesystem",
-    "leases",
-    "listing",
-    "modes",
-    "of",
-    "paths",
-    "permissions",
-    "rename",
-    "stamp",
-    "store_requests",
-    "store_settings",
-    "temporary",
-    "transaction",
-]
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(
-        __name__,
-        __all__,
-        dict.fromkeys(("Stamp", "of", "stamp"), "storage"),
-    )
+    __getattr__ = _doors.opener(__name__)

@@ -9,7 +9,5 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._suggest import suggestion
 
-__all__ = ["suggestion"]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

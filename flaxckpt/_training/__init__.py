@@ -9,7 +9,5 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._training import callback
 
-__all__ = ["callback"]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

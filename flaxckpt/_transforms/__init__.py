@@ -22,20 +22,5 @@ if TYPE_CHECKING:
         tie,
     )
 
-__all__ = [
-    "affine",
-    "axis_form",
-    "base",
-    "export",
-    "from_text",
-    "indexed_names",
-    "lora",
-    "mirrors",
-    "patterns",
-    "remap",
-    "rows",
-    "tie",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

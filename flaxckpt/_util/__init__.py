@@ -26,24 +26,5 @@ if TYPE_CHECKING:
         threads,
     )
 
-__all__ = [
-    "arguments",
-    "card",
-    "columns",
-    "folding",
-    "forks",
-    "gc_pause",
-    "guessed_names",
-    "html",
-    "humanize",
-    "job",
-    "json_limits",
-    "memory",
-    "pace",
-    "processes",
-    "progress",
-    "threads",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

@@ -19,17 +19,5 @@ if TYPE_CHECKING:
         writer_assignment,
     )
 
-__all__ = [
-    "array_layout",
-    "btree",
-    "checksums",
-    "chunk_file",
-    "chunk_headers",
-    "chunk_shape",
-    "metadata",
-    "ocdbt",
-    "writer_assignment",
-]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)

@@ -92,10 +92,10 @@ def parse_rules(
 
 
 def _parse(text: str) -> PreservationPolicy:
-    from flaxckpt.configs import _policies
+    from flaxckpt import configs
 
     try:
-        return _policies.parse_option("keep[0]", text)
+        return configs.parse_option("keep[0]", text)
     except errors.OptionError as error:
         raise errors.OptionError(f"--keep {text}: {error}") from None
     except (KeyError, ValueError):

@@ -23,8 +23,12 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt.configs._config import Cast, CheckpointConfig
+    from flaxckpt.configs._policies import parse_option as parse_option
 
 __all__ = ["Cast", "CheckpointConfig"]
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__, dict.fromkeys(__all__, "_config"))
+    __getattr__ = _doors.opener(
+        __name__,
+        names=dict.fromkeys(__all__, "_config") | {"parse_option": "_policies"},
+    )

@@ -40,4 +40,4 @@ _HOMES = {
 """Function or class that other packages may use -> its module."""
 
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, _HOMES, _HOMES)
+    __getattr__ = _doors.opener(__name__, names=_HOMES)

@@ -37,12 +37,6 @@ ROWS = (
 )
 ROW = {name: row for row, names in enumerate(ROWS) for name in names}
 
-# Private modules of public packages that lower the door of their package for others.
-# `__all__` of a public package is for users, so these are listed here.
-PASSAGES = {
-    "configs": {"_policies"},
-}
-
 # Third-party package -> the only modules or packages that may import it; none: nobody
 # may. Under `if TYPE_CHECKING:` anything may be imported.
 DOORS: dict[str, set[str]] = {
@@ -178,10 +172,18 @@ def test_no_circle_inside_a_package(package):
 
 @functools.cache
 def handed_on(package: str) -> set[str]:
-    """Returns the modules of a package that other packages may use."""
+    """Returns `__all__` of a package, and the modules that its door imports for others.
+
+    Those for itself alone are imported under a name with an underscore.
+    """
     door = importlib.import_module(f"flaxckpt.{package}")
-    public = set(getattr(door, "__all__", ()))
-    return public | PASSAGES.get(package, set())
+    return set(getattr(door, "__all__", ())) | {
+        alias.name
+        for node in ast.walk(parse(package))
+        if isinstance(node, ast.ImportFrom) and node.module == f"flaxckpt.{package}"
+        for alias in node.names
+        if not (alias.asname or "").startswith("_")
+    }
 
 
 @functools.cache

@@ -9,7 +9,5 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._formats.safetensors import header, reader, writer
 
-__all__ = ["header", "reader", "writer"]
-
 if not TYPE_CHECKING:
-    __getattr__ = _doors.opener(__name__, __all__)
+    __getattr__ = _doors.opener(__name__)
