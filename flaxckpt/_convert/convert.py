@@ -13,14 +13,14 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from flaxckpt import _arrays, _checkpoint, _steps, _storage, _util, errors
 from flaxckpt._arrays.blockwise import Piece
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import plan, source_files, writers
 from flaxckpt._convert.journal import Journal
-from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._formats import locate, reader
 from flaxckpt._formats.reader import Stored
 from flaxckpt._types import PathLike
@@ -35,6 +35,7 @@ TEMPORARY = ".flaxckpt-convert-tmp"
 
 
 @_util.guessed_names.explain
+@plan.takes_options
 def convert(
     src: PathLike,
     dst: PathLike,
@@ -43,12 +44,8 @@ def convert(
     transforms: Sequence[Transform] = (),
     layout: ArrayLayout | None = None,
     items: str | Sequence[str] | None = None,
-    step: int | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
-    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
-    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
-    permissions: int | None = None,
+    max_shard_bytes: int = plan.MAX_SHARD_BYTES,
+    **options: Unpack[SharedOptions],
 ) -> SaveResult:
     """Converts a checkpoint to another format or array layout.
 
@@ -109,34 +106,29 @@ def convert(
     final = _storage.paths.resolve(dst)
     return convert_to(
         src,
-        step,
         final,
         ConvertOptions(
+            **options,
             format=plan.choose_format(final, format),
             transforms=transforms,
             layout=ArrayLayout() if layout is None else layout,
             items=items,
-            overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
-            max_concurrent_bytes=max_concurrent_bytes,
-            progress=progress,
-            mode=_storage.modes.check(permissions, final),
         ),
     )
 
 
-def convert_to(
-    src: PathLike, step: int | None, final: Path, options: ConvertOptions
-) -> SaveResult:
+def convert_to(src: PathLike, final: Path, options: ConvertOptions) -> SaveResult:
     """Converts the checkpoint `src` to the path `final`; see `convert`."""
     start = time.monotonic()
+    _storage.modes.check(options.permissions, final)
     source = _storage.paths.resolve(src)
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
     write = _convert_to_disk
     if _storage.paths.is_remote(final):
         write = _convert_to_store
-    size = write(source, step, final, options)
+    size = write(source, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)
     return SaveResult(
@@ -148,11 +140,9 @@ def convert_to(
     )
 
 
-def _convert_to_disk(
-    source: Path, step: int | None, final: Path, options: ConvertOptions
-) -> int:
+def _convert_to_disk(source: Path, final: Path, options: ConvertOptions) -> int:
     """Converts the checkpoint at `source` to `final`; returns the written bytes."""
-    located = locate.locate(source, step)
+    located = locate.locate(source, options.step)
     source, number = located.path, located.step
     source_files.check_apart(final, [source], ())
     _check_target_free(final, options)
@@ -174,15 +164,15 @@ def _convert_to_disk(
     progress = _Progress(options.progress, final.name)
     try:
         with (
-            Journal(temporary, work, mode=options.mode) as journal,
+            Journal(temporary, work, mode=options.permissions) as journal,
             progress.display() as show,
         ):
             output = journal.output
             kept = target.begin(output, journal.done)
             _write_pieces(target, kept, journal, show)
             target.finish(output)
-            if options.mode is not None:
-                _storage.modes.set_below(output, options.mode)
+            if options.permissions is not None:
+                _storage.modes.set_below(output, options.permissions)
             size = _storage.of(output).sync_tree(output)
             _check_current(stored, files)
             _check_readable(journal, target, number)
@@ -208,9 +198,7 @@ def _convert_to_disk(
     return size
 
 
-def _convert_to_store(
-    source: Path, step: int | None, final: Path, options: ConvertOptions
-) -> int:
+def _convert_to_store(source: Path, final: Path, options: ConvertOptions) -> int:
     """Converts to the local disk, and uploads the result; returns the written bytes."""
     if options.format != "orbax":
         raise errors.OptionError(
@@ -220,7 +208,7 @@ def _convert_to_store(
     _check_target_free(final, options)
     with tempfile.TemporaryDirectory(prefix="flaxckpt-convert-") as directory:
         local = Path(directory) / final.name
-        _convert_to_disk(source, step, local, options)
+        _convert_to_disk(source, local, options)
         with _checkpoint.commit.replacing(
             final,
             overwrite=options.overwrite,

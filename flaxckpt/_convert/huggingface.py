@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 from flaxckpt import _storage, _util
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, export_map, model_files, plan
-from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._maps import named
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import export
 from flaxckpt._types import PathLike
-from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.transforms import Transform, cast
 
 
 @_util.guessed_names.explain
+@plan.takes_options
 def export_huggingface(
     run: PathLike,
     directory: PathLike,
@@ -26,16 +26,12 @@ def export_huggingface(
     map: str | Sequence[Transform] = "auto",
     target: str | None = None,
     prefix: str | None = None,
-    step: int | None = None,
     transforms: Sequence[Transform] = (),
     dtype: Any = None,
     config: Any = None,
     tokenizer: PathLike | None = None,
-    overwrite: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
-    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
-    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
-    permissions: int | None = None,
+    max_shard_bytes: int = plan.MAX_SHARD_BYTES,
+    **options: Unpack[SharedOptions],
 ) -> SaveResult:
     """Writes the parameters of a checkpoint as a model of Hugging Face.
 
@@ -52,6 +48,8 @@ def export_huggingface(
     export_huggingface("run", "tuned", config=model, tokenizer=model)
     ```
 
+    The options without a description are those of `convert`.
+
     Args:
         run: A checkpoint in any supported format, or a run directory.
         directory: Path of the new model.
@@ -62,7 +60,6 @@ def export_huggingface(
             `cast` are not undone.
         target: Layout of the checkpoint, such as `"linen"`, if names do not tell.
         prefix: Leaf path of the parameters, such as `"params"`, likewise.
-        step: Step of a run directory; by default the newest.
         transforms: Changes to apply before the inverse of the map, such as `drop` for
             leaves that the published model lacks.
         dtype: Element type of all floating arrays; by default that of each leaf.
@@ -71,13 +68,11 @@ def export_huggingface(
             type of the arrays, and their `vocab_size` if the vocabulary grew.
         tokenizer: A directory, such as a downloaded model: the files of its tokenizer,
             its processors and `generation_config.json` are copied.
+        max_shard_bytes: Upper bound on the arrays in one file; see `convert`.
         overwrite: Whether to replace an existing model. A directory with any other
             files is never replaced.
-        max_shard_bytes: Upper bound on the arrays in one file; see `convert`.
         max_concurrent_bytes: Bytes of arrays in memory at one time; see `convert`. An
             array that the map splits is in memory as a whole.
-        progress: Whether to show a progress bar; see `convert`.
-        permissions: Mode of all directories that are made; see `save`.
 
     Returns:
         The path of the directory, its size, and the duration.
@@ -100,7 +95,7 @@ def export_huggingface(
         named.find_for_export,
         files.config,
         run=run,
-        step=step,
+        step=options.get("step"),
         before=before,
         target=target,
         prefix=prefix,
@@ -112,17 +107,12 @@ def export_huggingface(
         changes.append(cast(".*", dtype))
     return convert.convert_to(
         run,
-        step,
         final,
         ConvertOptions(
+            **options,
             format="huggingface",
             transforms=changes,
-            layout=ArrayLayout(),
-            overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
-            max_concurrent_bytes=max_concurrent_bytes,
-            progress=progress,
-            mode=_storage.modes.check(permissions, final),
             files=files,
         ),
     )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 from flaxckpt import _storage, _util, errors
 from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import adapter_files, convert, export_map, plan
 from flaxckpt._convert.adapter_files import AdapterFiles
-from flaxckpt._convert.plan import ConvertOptions
+from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._maps import model_config, peft
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PathLike
-from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.transforms import Transform, cast
 
 
 @_util.guessed_names.explain
+@plan.takes_options
 def export_peft(
     run: PathLike,
     directory: PathLike,
@@ -28,16 +28,12 @@ def export_peft(
     map: str | Sequence[Transform] = "auto",
     target: str | None = None,
     prefix: str | None = None,
-    step: int | None = None,
     transforms: Sequence[Transform] = (),
     dtype: Any = None,
     config: Any = None,
     base_model: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    overwrite: bool = False,
-    max_concurrent_bytes: int = plan.DEFAULT_CONCURRENT_BYTES,
-    progress: Literal["auto"] | bool | Callable[[int, int], object] = "auto",
-    permissions: int | None = None,
+    **options: Unpack[SharedOptions],
 ) -> SaveResult:
     """Writes the LoRA adapters of a checkpoint as an adapter of PEFT.
 
@@ -50,6 +46,8 @@ def export_peft(
     export_peft("run", "adapter", alpha=16.0, config="Llama-3.2-1B")
     ```
 
+    The options without a description are those of `convert`.
+
     Args:
         run: A checkpoint in any supported format, or a run directory.
         directory: Path of the new adapter: `adapter_model.safetensors` and
@@ -60,7 +58,6 @@ def export_peft(
             `export_huggingface`; a list must have a single `remap`.
         target: Layout of the checkpoint, if names do not tell.
         prefix: Leaf path of the parameters, likewise.
-        step: Step of a run directory; by default the newest.
         transforms: Changes to apply before, such as `rename` for adapters with other
             names.
         dtype: Element type of the adapter; by default that of each leaf.
@@ -70,9 +67,6 @@ def export_peft(
         settings: Further entries of `adapter_config.json`, such as `task_type`.
         overwrite: Whether to replace an existing adapter. A directory with any other
             files is never replaced.
-        max_concurrent_bytes: Bytes of arrays in memory at one time; see `convert`.
-        progress: Whether to show a progress bar; see `convert`.
-        permissions: Mode of all directories that are made; see `save`.
 
     Returns:
         The path of the directory, its size, and the duration.
@@ -99,7 +93,7 @@ def export_peft(
         peft.find_map,
         model_config.read_config(config) if is_needed else None,
         run=run,
-        step=step,
+        step=options.get("step"),
         before=before,
         target=target,
         prefix=prefix,
@@ -110,17 +104,12 @@ def export_peft(
         changes.append(cast(".*", dtype))
     return convert.convert_to(
         run,
-        step,
         final,
         ConvertOptions(
+            **options,
             format="huggingface",
             transforms=changes,
-            layout=ArrayLayout(),
-            overwrite=overwrite,
             max_shard_bytes=sys.maxsize,  # PEFT opens a single file
-            max_concurrent_bytes=max_concurrent_bytes,
-            progress=progress,
-            mode=_storage.modes.check(permissions, final),
             files=AdapterFiles(alpha, base_model, checked),
         ),
     )

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from flaxckpt import _arrays, _formats, _state, _storage, _util, errors
 from flaxckpt._convert import writers
@@ -25,6 +25,7 @@ from flaxckpt.transforms import Transform
 _log = logging.getLogger(__name__)
 
 DEFAULT_CONCURRENT_BYTES = 2**30
+MAX_SHARD_BYTES = 5 * 10**9
 
 _BATCH_BYTES = 256 * 2**20
 """Bytes that are read, written and synced together."""
@@ -44,6 +45,16 @@ _FORMATS = ("orbax", "safetensors", "msgpack")
 Progress: TypeAlias = Literal["auto"] | bool | Callable[[int, int], object]
 
 
+class SharedOptions(TypedDict, total=False):
+    """Options of `convert` and of exports; `ConvertOptions` has the defaults."""
+
+    step: int | None
+    overwrite: bool
+    max_concurrent_bytes: int
+    progress: Literal["auto"] | bool | Callable[[int, int], object]
+    permissions: int | None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """Options of a conversion; `convert` documents them.
@@ -54,13 +65,14 @@ class ConvertOptions:
 
     format: Literal["orbax", "safetensors", "msgpack", "huggingface"]
     transforms: Sequence[Transform]
-    layout: ArrayLayout
-    overwrite: bool
-    max_shard_bytes: int
-    max_concurrent_bytes: int
-    progress: Progress
+    layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
     items: str | Sequence[str] | None = None
-    mode: int | None = None
+    step: int | None = None
+    overwrite: bool = False
+    max_shard_bytes: int
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
+    progress: Progress = "auto"
+    permissions: int | None = None
     files: ModelFiles | AdapterFiles = dataclasses.field(default_factory=ModelFiles)
 
     def __post_init__(self) -> None:
@@ -78,6 +90,9 @@ class ConvertOptions:
             raise errors.OptionError(
                 f"progress must be 'auto', a bool or a function, got {self.progress!r}"
             )
+
+
+takes_options = _util.guessed_names.spell_out(SharedOptions, ConvertOptions)
 
 
 def choose_format(final: Path, format: str | None) -> Any:
