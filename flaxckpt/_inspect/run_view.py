@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from flaxckpt import _checkpoint, _formats, _run, _steps, _storage, errors, policies
 from flaxckpt._checkpoint.verify_report import VerifyReport
@@ -259,28 +258,18 @@ class Pruned:
 
 def prune(
     path: PathLike,
+    rules: Rules | None = None,
     *,
     dry_run: bool,
     step_format: str | None = None,
-    keep: Sequence[PreservationPolicy] | None = None,
-    keep_dataset: Sequence[PreservationPolicy] = (),
-    keep_items: Mapping[str, Sequence[PreservationPolicy]] = MappingProxyType({}),
-    items: str | Sequence[str] = _formats.items.STATE,
-    dataset_item: str = _formats.items.DATASET,
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
-    If `keep` is None, the rules are those that the run has recorded.
-
     Args:
         path: The run directory.
+        rules: The rules of retention; by default those that the run has recorded.
         dry_run: True to delete nothing.
         step_format: The format of step names; detected by default.
-        keep: As for `Checkpointer`, like all further arguments.
-        keep_dataset: See `keep`.
-        keep_items: See `keep`.
-        items: See `keep`.
-        dataset_item: See `keep`.
 
     Raises:
         OptionError: A policy uses a metric that no step has, or there are neither
@@ -289,10 +278,7 @@ def prune(
         CheckpointError: The path is not a run directory with steps of one format.
     """
     root = _storage.paths.resolve(path)
-    if keep is not None:
-        made = _formats.native_names.make_items(items, dataset_item)
-        rules = Rules.of(keep, keep_dataset, keep_items, None, made)
-    else:
+    if rules is None:
         rules = _recorded_rules(root, step_format)
     if not (rules.keep or rules.keep_items):
         raise _no_policies(root, "keeps every step")

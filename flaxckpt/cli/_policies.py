@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import _policy_forms, errors
 from flaxckpt.cli._parameters import Option
-from flaxckpt.policies import PreservationPolicy
+
+if TYPE_CHECKING:
+    from flaxckpt._run.judge import Rules
+    from flaxckpt.policies import PreservationPolicy
 
 _EXAMPLES = ", ".join(form.example for form in _policy_forms.FORMS.values())
 
@@ -47,27 +49,14 @@ def parse_policies(
     Raises:
         OptionError: An option is not a policy.
     """
-    if not keep and config is None and group is None:
-        return None  # without an import of all of flaxckpt
-    return parse_rules(keep, config, group)["keep"]
-
-
-class RetentionOptions(TypedDict, total=False):
-    """Options of retention, as for `Checkpointer`."""
-
-    keep: Required[tuple[PreservationPolicy, ...] | None]
-    keep_dataset: tuple[PreservationPolicy, ...]
-    keep_items: Mapping[str, tuple[PreservationPolicy, ...]]
-    items: str | tuple[str, ...]
-    dataset_item: str
+    rules = parse_rules(keep, config, group)
+    return None if rules is None else rules.keep
 
 
 def parse_rules(
     keep: list[str] | None, config: str | None, group: str | None
-) -> RetentionOptions:
-    """Returns the rules of these options, and the items of the config.
-
-    Without any option, `keep` is None.
+) -> Rules | None:
+    """Returns the rules of these options; None without any option.
 
     Raises:
         OptionError: An option is not a policy.
@@ -76,19 +65,23 @@ def parse_rules(
         raise errors.OptionError(
             "--group names a table of the --config file: pass --config, too"
         )
+    if not keep and config is None:
+        return None
+    from flaxckpt import _formats, _run
+
     parsed = tuple(_parse(text) for text in keep or ())
     if config is None:
-        return {"keep": parsed or None}
+        return _run.judge.Rules(parsed)
     from flaxckpt.configs import CheckpointConfig
 
     settings = CheckpointConfig.from_file(config, group=group)
-    return {
-        "keep": (*parsed, *settings.keep),
-        "keep_dataset": settings.keep_dataset,
-        "keep_items": settings.keep_items,
-        "items": settings.items,
-        "dataset_item": settings.dataset_item,
-    }
+    return _run.judge.Rules.of(
+        (*parsed, *settings.keep),
+        settings.keep_dataset,
+        settings.keep_items,
+        None,
+        _formats.native_names.make_items(settings.items, settings.dataset_item),
+    )
 
 
 def _parse(text: str) -> PreservationPolicy:

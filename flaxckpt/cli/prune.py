@@ -41,7 +41,7 @@ def prune(
 
     rules = _policies.parse_rules(keep, config, group)
     result = _inspect.run_view.prune(
-        path, dry_run=not yes, step_format=step_format, **rules
+        path, rules, dry_run=not yes, step_format=step_format
     )
     code = _app.FINDING if result.left else _app.SUCCESS
     if json:

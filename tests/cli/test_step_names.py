@@ -9,6 +9,7 @@ import flaxckpt
 from flaxckpt import _formats, _report, errors, formats
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
+from flaxckpt._run.judge import Rules
 from flaxckpt._steps import index as steps_index
 from flaxckpt.policies import LatestN
 
@@ -27,7 +28,7 @@ def models(tmp_path):
         inspect_listing.listing,
         inspect_listing.disk_usage,
         lambda path: inspect_run_view.survey(path),
-        lambda path: inspect_run_view.prune(path, keep=[LatestN(1)], dry_run=False),
+        lambda path: inspect_run_view.prune(path, Rules((LatestN(1),)), dry_run=False),
         lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
         lambda path: inspect_run_view.set_pinned(path, [1], pinned=False),
         lambda path: _report.gather(path, _report.ReportOptions()),
@@ -109,7 +110,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, template):
     flaxckpt.save(tmp_path / "step_88", {"n": 88})
     assert flaxckpt.load(tmp_path)["n"] == 10
     assert [step.step for step in inspect_listing.listing(tmp_path).steps] == [9, 10]
-    pruned = inspect_run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
+    pruned = inspect_run_view.prune(tmp_path, Rules((LatestN(1),)), dry_run=False)
     assert pruned.deleted == (9,)
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
@@ -125,7 +126,7 @@ def test_names_beside_a_run_are_none_of_its_steps(tmp_path):
         flaxckpt.save(tmp_path / name, {"n": 0})
     assert inspect_run_view.numbers(tmp_path) == [1, 2, 3]
     assert flaxckpt.load(tmp_path)["n"] == 3
-    pruned = inspect_run_view.prune(tmp_path, keep=[LatestN(1)], dry_run=False)
+    pruned = inspect_run_view.prune(tmp_path, Rules((LatestN(1),)), dry_run=False)
     assert pruned.deleted == (1, 2)
     assert all((tmp_path / n).is_dir() for n in ("model9", "step_8", "backup-2026"))
 
@@ -148,7 +149,7 @@ def test_runs_of_orbax_have_its_standard_names(tmp_path, options):
     else:
         assert inspect_run_view.numbers(tmp_path) == [1, 2]
     pruned = inspect_run_view.prune(
-        tmp_path, keep=[LatestN(1)], dry_run=False, step_format=template
+        tmp_path, Rules((LatestN(1),)), dry_run=False, step_format=template
     )
     assert pruned.deleted == (1,)
 

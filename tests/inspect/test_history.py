@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 import flaxckpt
 from flaxckpt._inspect import history, listing, run_view
+from flaxckpt._run.judge import Rules
 from flaxckpt._steps import journal
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
@@ -160,7 +161,7 @@ def test_other_policies_than_those_of_the_run_are_not_explained(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(5)]) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, STATE).wait()
-    run_view.prune(tmp_path, dry_run=False, keep=[LatestN(1)])
+    run_view.prune(tmp_path, Rules((LatestN(1),)), dry_run=False)
     assert explain(tmp_path) == {}
     gone = history.history(tmp_path)[0]
     assert gone.reason == "pruned, not kept by LatestN(1)"

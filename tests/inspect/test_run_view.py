@@ -11,6 +11,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
+from flaxckpt._run.judge import Rules
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers.files import without_permissions
@@ -29,7 +30,7 @@ def make_run(root, steps=(10, 20, 30), **options):
 def test_opens_runs_with_any_step_format(tmp_path, template):
     make_run(tmp_path / "run", step_format=template)
     pruned = inspect_run_view.prune(
-        tmp_path / "run", keep=[EveryNSteps(20)], dry_run=True
+        tmp_path / "run", Rules((EveryNSteps(20),)), dry_run=True
     )
     assert [*pruned.reasons] == [10, 20, 30]
     assert pruned.deleted == (10,)
@@ -60,9 +61,9 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     assert found[30].marks == ("latest",)
     assert "restore another step" in found[40].damage
     with pytest.raises(errors.SaveFailedError, match="step 40 is incomplete"):
-        inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=False)
+        inspect_run_view.prune(root, Rules((LatestN(1),)), dry_run=False)
     make_run(root, (60,))
-    pruned = inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=False)
+    pruned = inspect_run_view.prune(root, Rules((LatestN(1),)), dry_run=False)
     assert pruned.deleted == (20, 30)
     assert (root / "10").is_dir()
     assert (root / "40").is_dir()
@@ -81,7 +82,7 @@ def test_a_former_step_counts_for_nobody(tmp_path):
     assert explained[30] == [*former.why] == [f"damaged: {former.damage}"]
     for dry_run in (True, False):
         with pytest.raises(errors.SaveFailedError, match="step 30 is incomplete"):
-            inspect_run_view.prune(root, keep=keep, dry_run=dry_run)
+            inspect_run_view.prune(root, Rules(tuple(keep)), dry_run=dry_run)
 
 
 def test_prune_counts_only_unshared_bytes_as_freed(tmp_path):
@@ -89,18 +90,18 @@ def test_prune_counts_only_unshared_bytes_as_freed(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             run.save(step, {**frozen, "n": step}).wait()
-    found = inspect_run_view.prune(tmp_path / "run", keep=[LatestN(1)], dry_run=True)
+    found = inspect_run_view.prune(tmp_path / "run", Rules((LatestN(1),)), dry_run=True)
     assert found.deleted == (1, 2)
     assert 0 < found.bytes < 100_000
     alone = inspect_run_view.prune(
-        tmp_path / "run", keep=[EveryNSteps(7)], dry_run=True
+        tmp_path / "run", Rules((EveryNSteps(7),)), dry_run=True
     )
     assert alone.bytes == found.bytes
 
 
 def test_nothing_is_made_where_nothing_is(tmp_path):
     for call in (
-        lambda path: inspect_run_view.prune(path, keep=[LatestN(1)], dry_run=False),
+        lambda path: inspect_run_view.prune(path, Rules((LatestN(1),)), dry_run=False),
         lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
         inspect_listing.listing,
         inspect_listing.disk_usage,
@@ -115,7 +116,7 @@ def test_a_look_leaves_no_trace(tmp_path):
     before = sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
     inspect_listing.listing(root, keep=[LatestN(1)])
     inspect_listing.disk_usage(root)
-    inspect_run_view.prune(root, keep=[LatestN(1)], dry_run=True)
+    inspect_run_view.prune(root, Rules((LatestN(1),)), dry_run=True)
     assert before == sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
 
 
