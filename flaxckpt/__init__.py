@@ -105,46 +105,31 @@ __all__ = [
 # Imported at their first use: importing jax takes a second, and the help texts of the
 # command do not need it.
 _HOMES = {
-    "Ambiguity": "_suggest.suggestion",
-    "ArrayLayout": "_zarr.array_layout",
-    "BitDiff": "_inspect.bits",
-    "CheckpointCallback": "_training.callback",
-    "CheckpointDiff": "_inspect.diff",
-    "CheckpointMetadata": "_formats.reader",
-    "Checkpointer": "_run.checkpointer",
-    "Event": "_steps.event",
-    "LeafDiff": "_inspect.diff",
-    "LeafInfo": "_state.leaf",
-    "LeafMatch": "_suggest.suggestion",
-    "LeafPlan": "_checkpoint.plan",
-    "LoadHandle": "_checkpoint.load_handle",
-    "ReplayReport": "_inspect.replay",
-    "RestorePlan": "_checkpoint.plan",
-    "SaveHandle": "_checkpoint.save_handle",
-    "SaveResult": "_checkpoint.save_handle",
-    "Simulation": "_inspect.simulate",
-    "StoreOptions": "_storage.store_options",
-    "Suggestion": "_suggest.suggestion",
-    "VerifyReport": "_checkpoint.verify_report",
-    "abstract_state": "partition",
-    "convert": "_convert.convert",
-    "diff": "_inspect.diff",
-    "export_huggingface": "_convert.huggingface",
-    "export_peft": "_convert.peft",
-    "load": "_checkpoint.restore",
-    "load_async": "_checkpoint.restore",
-    "metadata": "_checkpoint.restore",
-    "open_leaf": "_checkpoint.restore",
-    "parameter_infos": "partition",
-    "plan": "_checkpoint.restore",
-    "register_leaf": "_state.register_leaf",
-    "replay": "_inspect.replay",
-    "save": "_checkpoint.save",
-    "save_async": "_checkpoint.save",
-    "set_store_options": "_storage.store_settings",
-    "simulate": "_inspect.simulate",
-    "suggest": "_suggest.suggestion",
-    "verify": "_checkpoint.verify",
+    "_checkpoint.load_handle": "LoadHandle",
+    "_checkpoint.plan": "LeafPlan RestorePlan",
+    "_checkpoint.restore": "load load_async metadata open_leaf plan",
+    "_checkpoint.save": "save save_async",
+    "_checkpoint.save_handle": "SaveHandle SaveResult",
+    "_checkpoint.verify": "verify",
+    "_checkpoint.verify_report": "VerifyReport",
+    "_convert.convert": "convert",
+    "_convert.huggingface": "export_huggingface",
+    "_convert.peft": "export_peft",
+    "_formats.reader": "CheckpointMetadata",
+    "_inspect.bits": "BitDiff",
+    "_inspect.diff": "CheckpointDiff LeafDiff diff",
+    "_inspect.replay": "ReplayReport replay",
+    "_inspect.simulate": "Simulation simulate",
+    "_run.checkpointer": "Checkpointer",
+    "_state.leaf": "LeafInfo",
+    "_state.register_leaf": "register_leaf",
+    "_steps.event": "Event",
+    "_storage.store_options": "StoreOptions",
+    "_storage.store_settings": "set_store_options",
+    "_suggest.suggestion": "Ambiguity LeafMatch Suggestion suggest",
+    "_training.callback": "CheckpointCallback",
+    "_zarr.array_layout": "ArrayLayout",
+    "partition": "abstract_state parameter_infos",
 }
 
 if not TYPE_CHECKING:  # type checkers would accept any name
@@ -155,7 +140,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
                 return _find_version()
             guessed_names = _doors.import_module(f"{__name__}._util.guessed_names")
             raise guessed_names.unknown_name(__name__, name, _find_module(name))
-        home = _HOMES.get(name)
+        home = next((home for home, has in _HOMES.items() if name in has.split()), None)
         module = _doors.import_module(f"{__name__}.{home or name}")
         value = module if home is None else getattr(module, name)
         globals()[name] = value
