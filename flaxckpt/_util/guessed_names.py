@@ -97,7 +97,7 @@ def spell_out(options: type, source: Callable[..., Any]) -> Callable[[T], T]:
     """
     types = options.__annotations__
     listed = [
-        field.replace(annotation=types[name].__forward_arg__)
+        field.replace(annotation=getattr(types[name], "__forward_arg__", types[name]))
         for name, field in inspect.signature(source).parameters.items()
         if name in types
     ]
