@@ -8,24 +8,24 @@ layout: `linen` (the Flax classes of transformers 4), `tunix`, `bonsai`, `maxtex
 
 from __future__ import annotations
 
-from flaxckpt._maps.bert import BERT as bert  # noqa: N811
-from flaxckpt._maps.clip import CLIP as clip  # noqa: N811
 from flaxckpt._maps.detect import Detected, detect, find
+from flaxckpt._maps.families import BERT as bert  # noqa: N811
+from flaxckpt._maps.families import CLIP as clip  # noqa: N811
+from flaxckpt._maps.families import GEMMA as gemma  # noqa: N811
+from flaxckpt._maps.families import GEMMA2 as gemma2  # noqa: N811
+from flaxckpt._maps.families import GEMMA3 as gemma3  # noqa: N811
+from flaxckpt._maps.families import GPT2 as gpt2  # noqa: N811
+from flaxckpt._maps.families import LLAMA as llama  # noqa: N811
+from flaxckpt._maps.families import MISTRAL as mistral  # noqa: N811
+from flaxckpt._maps.families import MIXTRAL as mixtral  # noqa: N811
+from flaxckpt._maps.families import QWEN2 as qwen2  # noqa: N811
+from flaxckpt._maps.families import QWEN3 as qwen3  # noqa: N811
+from flaxckpt._maps.families import QWEN3_MOE as qwen3_moe  # noqa: N811
+from flaxckpt._maps.families import ROBERTA as roberta  # noqa: N811
+from flaxckpt._maps.families import T5 as t5  # noqa: N811
+from flaxckpt._maps.families import VIT as vit  # noqa: N811
+from flaxckpt._maps.families import WHISPER as whisper  # noqa: N811
 from flaxckpt._maps.family import Family, Tensor
-from flaxckpt._maps.gemma import GEMMA as gemma  # noqa: N811
-from flaxckpt._maps.gemma2 import GEMMA2 as gemma2  # noqa: N811
-from flaxckpt._maps.gemma3 import GEMMA3 as gemma3  # noqa: N811
-from flaxckpt._maps.gpt2 import GPT2 as gpt2  # noqa: N811
-from flaxckpt._maps.llama import LLAMA as llama  # noqa: N811
-from flaxckpt._maps.mistral import MISTRAL as mistral  # noqa: N811
-from flaxckpt._maps.mixtral import MIXTRAL as mixtral  # noqa: N811
-from flaxckpt._maps.qwen2 import QWEN2 as qwen2  # noqa: N811
-from flaxckpt._maps.qwen3 import QWEN3 as qwen3  # noqa: N811
-from flaxckpt._maps.qwen3_moe import QWEN3_MOE as qwen3_moe  # noqa: N811
-from flaxckpt._maps.roberta import ROBERTA as roberta  # noqa: N811
-from flaxckpt._maps.t5 import T5 as t5  # noqa: N811
-from flaxckpt._maps.vit import VIT as vit  # noqa: N811
-from flaxckpt._maps.whisper import WHISPER as whisper  # noqa: N811
 
 __all__ = [
     "Detected",
