@@ -140,17 +140,21 @@ if not TYPE_CHECKING:  # type checkers would accept any name
                 return _find_version()
             guessed_names = _doors.import_module(f"{__name__}._util.guessed_names")
             raise guessed_names.unknown_name(__name__, name, _find_module(name))
-        home = next((home for home, has in _HOMES.items() if name in has.split()), None)
+        home = _find_home(name)
         module = _doors.import_module(f"{__name__}.{home or name}")
         value = module if home is None else getattr(module, name)
         globals()[name] = value
         return value
 
+    def _find_home(name: str) -> str | None:
+        """Returns the module of a public name; None for a public module."""
+        return next((home for home, has in _HOMES.items() if name in has.split()), None)
+
     def _find_module(name: str) -> str | None:
         """Returns the public module that has a name; None if none has."""
         if name.startswith("_"):
             return None
-        for module in (each for each in __all__ if each not in _HOMES):
+        for module in (each for each in __all__ if _find_home(each) is None):
             if name in _doors.import_module(f"{__name__}.{module}").__all__:
                 return module
         return None
