@@ -146,7 +146,25 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     if found.last_finite is None:
         return f"{text}; no step has a finite value"
     is_kept = "is kept" if found.is_kept else "was deleted"
-    return f"{text}; last finite step {found.last_finite:,} {is_kept}"
+    text += f"; last finite step {found.last_finite:,} {is_kept}"
+    if (jump := find_jump(report)) is not None:
+        text += f"; {errors.printable(jump[0])} jumped first, at {jump[1]:,}"
+    return text
+
+
+def find_jump(report: Report) -> tuple[str, int] | None:
+    """Returns the layer whose norm first more than doubled at a save, and the step.
+
+    Of several, the one that changed most; None without such a layer, or statistics.
+    """
+    jumps = [
+        (step, -change, name)
+        for name, leaves in _group_layers(report).items()
+        for step, change in _changes(leaves).items()
+        if change > 1.0
+    ]
+    step, _, name = min(jumps, default=(0, 0.0, ""))
+    return (name, step) if jumps else None
 
 
 def _describe_damage(report: Report) -> list[str]:
@@ -421,20 +439,23 @@ def draw_runs(
 # ---- layers -----------------------------------------------------------------------
 
 
+def _group_layers(report: Report) -> dict[str, list[LeafHistory]]:
+    """Returns layer -> its leaves, without those of the optimizer."""
+    layers: dict[str, list[LeafHistory]] = {}
+    for leaf in report.leaf_histories:
+        if not copies.is_optimizer(leaf.group) and leaf.path != "step":
+            above, _, key = leaf.path.rpartition("/")
+            layers.setdefault(above or key, []).append(leaf)
+    return layers
+
+
 def _layers(report: Report) -> dict[str, JSON] | None:
     """Returns the relative change of the norms of each layer at each save."""
-    leaves = [
-        leaf
-        for leaf in report.leaf_histories
-        if not copies.is_optimizer(leaf.group) and leaf.path != "step"
-    ]
+    layers = _group_layers(report)
+    leaves = itertools.chain.from_iterable(layers.values())
     steps = sorted({step for leaf in leaves for step in leaf.norms})
     if len(steps) < 2:
         return None
-    layers: dict[str, list[LeafHistory]] = {}
-    for leaf in leaves:
-        above, _, key = leaf.path.rpartition("/")
-        layers.setdefault(above or key, []).append(leaf)
     changes = {name: _changes(inside) for name, inside in layers.items()}
     shown = {
         *sorted(layers, key=lambda name: -max(changes[name].values()))[:_MOST_LAYERS]

@@ -27,12 +27,10 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     targets = workspace.targets.all()
     chosen = query.text("into")
     empty = workspace.targets.without_steps(targets)
-    offered = [target for name, target in targets.items() if name not in empty]
-    into = workspace.targets.find(chosen) if chosen else _propose(place, offered)
+    into = workspace.targets.find(chosen) if chosen else place
     step = query.number("step")
-    steps = forms.good_steps(workspace, place)
-    if step is None and steps:
-        step = steps[-1]
+    if step is None and place.is_run:
+        step = _report.flight_recorder.choose_step(workspace.report(place))
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(
@@ -137,11 +135,6 @@ def _optimizer_choice(query: Query) -> html.Markup:
     return forms.choice(
         "with the optimizer", "optimizer", [*_OPTIMIZERS.items()], chosen
     )
-
-
-def _propose(place: Location, targets: Sequence[Location]) -> Location:
-    """Returns the first state of another checkpoint or file; else the own one."""
-    return next((each for each in targets if each.path != place.path), place)
 
 
 def _where(workspace: Workspace) -> str:

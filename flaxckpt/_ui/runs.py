@@ -155,7 +155,11 @@ def _rank(reports: Mapping[str, Report]) -> tuple[list[str], str]:
     [(metric, _)] = names.most_common(1)
     values = {run: best[metric] for run, best in bests.items() if metric in best}
     is_max = any(best.mode == "max" for best in values.values())
-    ranked = sorted(sorted(values), key=lambda run: values[run].value, reverse=is_max)
+    sign = -1 if is_max else 1
+    ranked = sorted(
+        values,
+        key=lambda run: (sign * values[run].value, bool(reports[run].faults), run),
+    )
     end = "highest" if is_max else "lowest"
     others = sorted(reports.keys() - values.keys())
     return ranked + others, f"By the best {errors.printable(metric)}, {end} first"

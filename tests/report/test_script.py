@@ -199,6 +199,10 @@ def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
     exec(f"import flaxckpt\n{code}", state | {"state": None}, state)
     assert int(state["state"].step) == 50
     assert copy("Compare") == f"flaxckpt diff {report.path} 50 80"
+    opened.page.click("#steps tr[data-step='30'] th")
+    assert opened.texts("menu.actions .chosen") == ["Step 30, deleted"]
+    usable = opened.page.locator("menu.actions button:enabled")
+    assert usable.all_text_contents() == ["Save this page"]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,10 @@ def diverged(tmp_path_factory):
 def test_a_run_that_diverged_says_where_and_how_to_go_on(show, diverged):  # noqa: F811
     opened = show(diverged)
     [verdict] = opened.texts(".verdict")
-    assert verdict.startswith("Diverged at 40: NaN since; last finite step 30 is kept")
+    text = (
+        "Diverged at 40: NaN since; last finite step 30 is kept; params/b jumped first"
+    )
+    assert verdict.startswith(f"{text}, at 20")
     assert opened.texts("menu.actions .chosen") == ["Step 30"]
     assert opened.messages == []
 

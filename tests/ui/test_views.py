@@ -1008,8 +1008,8 @@ def test_runs_without_steps_cannot_be_chosen(tmp_path, open_page):
         assert options["a"] == ' disabled="">a (no steps)'
         assert options["b"].endswith(">b")
         assert "disabled" not in options["b"] + options["c"]
-    chosen = listed(ask(plan.page, space, run="b"), "into")["c"]
-    assert chosen.startswith(' selected=""'), "a has no state to plan into"
+    chosen = listed(ask(plan.page, space, run="b"), "into")["b"]
+    assert chosen.startswith(' selected=""'), "a run is planned into its own state"
     with flaxckpt.Checkpointer(tmp_path / "a") as run:
         run.save(1, {"w": np.ones(2)})
     assert listed(ask(compare.page, space, run="c"), "with")["a"] == ">a"

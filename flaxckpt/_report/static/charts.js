@@ -805,8 +805,13 @@
   // Makes a step the one that the actions are about.
   function chooseStep(step) {
     chosen = step;
+    const state = data.steps.state[data.steps.x.indexOf(step)];
+    const lost = { d: ", deleted", x: ", damaged" }[state] ?? "";
     for (const menu of document.querySelectorAll("menu.actions")) {
-      menu.querySelector(".chosen").textContent = `Step ${whole(step)}`;
+      menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
+      for (const button of menu.querySelectorAll("button")) {
+        button.disabled = lost !== "" && button.dataset.copy.includes("{step}");
+      }
     }
   }
 
