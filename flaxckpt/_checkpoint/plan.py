@@ -218,7 +218,7 @@ def _list_counts(counts: Mapping[Action, int]) -> str:
 
 def _row(
     path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
-) -> _util.folding.LeafRow:
+) -> _util.folding.LeafLine:
     found, source = str(leaf.found or "-"), ""
     if leaf.sources and leaf.sources != (path,):
         source = f" from {leaf.sources[0]}"
@@ -231,10 +231,10 @@ def _row(
         if leaf.found is None or problem.kind == "unsupported":
             found = problem.found.partition(_NEAREST)[0]
     cells = (actions, wanted, found, " > ".join(leaf.transforms))
-    return _util.folding.LeafRow(path, cells, source)
+    return _util.folding.LeafLine(path, cells, source)
 
 
-def _cells(row: _util.folding.LeafRow, problem: Mismatch | None) -> tuple[str, ...]:
+def _cells(row: _util.folding.LeafLine, problem: Mismatch | None) -> tuple[str, ...]:
     """Returns the cells of a row; a leaf that is alone names the nearest leaf."""
     actions, wanted, found, transforms = row.cells
     if problem is not None and found != "-":

@@ -37,7 +37,7 @@ _LEAST_CHANGE, _DECADES = 1e-5, 6
 # ---- the verdict ------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
+class RunVerdict(NamedTuple):
     """A judgement of a run.
 
     Attributes:
@@ -63,10 +63,10 @@ class Resume(NamedTuple):
     time: float
 
 
-def judge(report: Report) -> Verdict:
+def judge(report: Report) -> RunVerdict:
     """Returns the verdict on a run or a checkpoint: the worst news first."""
     if not report.steps and not report.history:
-        return Verdict("idle", "No steps yet.")
+        return RunVerdict("idle", "No steps yet.")
     found = [*_describe_damage(report), *_describe_failure(report)]
     if (diverged := find_divergence(report)) is not None:
         found.insert(0, _describe_divergence(report, diverged))
@@ -83,7 +83,7 @@ def judge(report: Report) -> Verdict:
     text = ", ".join(found[:1] if state == "bad" else found)
     if state == "bad" and len(found) > 1:
         text += "; " + "; ".join(found[1:])
-    return Verdict(state, f"{text[:1].upper()}{text[1:]}.")
+    return RunVerdict(state, f"{text[:1].upper()}{text[1:]}.")
 
 
 def find_resumes(report: Report) -> list[Resume]:

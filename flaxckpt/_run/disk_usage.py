@@ -123,7 +123,7 @@ def _prefixes(path: LeafPath) -> list[LeafPath]:
 def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:
     """Returns the error message for a path missing in a checkpoint."""
     near, is_similar = _find_near(metadata.leaves, path)
-    names = [_util.folding.LeafRow(errors.name_leaf(name)) for name in near]
+    names = [_util.folding.LeafLine(errors.name_leaf(name)) for name in near]
     shown = [row.name for row in _util.folding.fold(names)]
     listed = errors.first_few(shown, _MOST_NEAR)
     advice = f"did you mean {listed}?" if is_similar else f"it has {listed}"

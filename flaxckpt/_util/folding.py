@@ -14,7 +14,7 @@ _Numbers: TypeAlias = tuple[frozenset[str], ...]
 """The numbers at each position of a name."""
 
 
-class LeafRow(NamedTuple):
+class LeafLine(NamedTuple):
     """A row of a table of leaves.
 
     Attributes:
@@ -63,7 +63,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
     return [(-1, first), *numbers]
 
 
-def fold(rows: Iterable[LeafRow]) -> list[LeafRow]:
+def fold(rows: Iterable[LeafLine]) -> list[LeafLine]:
     """Returns the rows, with one row for those that differ only in numbers.
 
     The numbers of a folded name are all combinations of the numbers in braces. A folded
@@ -81,7 +81,7 @@ def fold(rows: Iterable[LeafRow]) -> list[LeafRow]:
     return [row for _, row in sorted(folded, key=lambda each: each[0])]
 
 
-def _split(row: LeafRow) -> tuple[_Pattern, _Numbers]:
+def _split(row: LeafLine) -> tuple[_Pattern, _Numbers]:
     parts = _NUMBERS.split(row.name)
     numbers = parts[1::2]
     source: list[str | int] = [*_NUMBERS.split(row.source)]
@@ -115,7 +115,7 @@ def _merge(places: Mapping[_Numbers, int], positions: int) -> dict[_Numbers, int
     return merged
 
 
-def _join(pattern: _Pattern, numbers: _Numbers) -> LeafRow:
+def _join(pattern: _Pattern, numbers: _Numbers) -> LeafLine:
     texts = [format_numbers(values) for values in numbers]
     name = pattern.name[0]
     for text, part in zip(texts, pattern.name[1:], strict=True):
@@ -126,7 +126,7 @@ def _join(pattern: _Pattern, numbers: _Numbers) -> LeafRow:
     count = 1
     for values in numbers:
         count *= len(values)
-    return LeafRow(name, pattern.cells, source, count)
+    return LeafLine(name, pattern.cells, source, count)
 
 
 def format_numbers(numbers: Iterable[str]) -> str:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flaxckpt._util import folding
-from flaxckpt._util.folding import LeafRow
+from flaxckpt._util.folding import LeafLine
 
 
 def folded(*names):
     return [
-        (row.name, row.leaves) for row in folding.fold(LeafRow(name) for name in names)
+        (row.name, row.leaves) for row in folding.fold(LeafLine(name) for name in names)
     ]
 
 
@@ -39,18 +39,18 @@ def test_names_that_differ_in_numbers_share_a_row(names, shown):
 
 
 def test_rows_with_different_cells_are_apart():
-    rows = [LeafRow(f"w{n}", ("a" if n < 3 else "b",)) for n in range(5)]
+    rows = [LeafLine(f"w{n}", ("a" if n < 3 else "b",)) for n in range(5)]
     assert folding.fold(rows) == [
-        LeafRow("w{0..2}", ("a",), leaves=3),
-        LeafRow("w{3,4}", ("b",), leaves=2),
+        LeafLine("w{0..2}", ("a",), leaves=3),
+        LeafLine("w{3,4}", ("b",), leaves=2),
     ]
 
 
 def test_a_source_has_the_numbers_of_its_name():
-    rows = [LeafRow(f"opt/0/l_{n}/w", source=f"model.{n}.w") for n in range(3)]
+    rows = [LeafLine(f"opt/0/l_{n}/w", source=f"model.{n}.w") for n in range(3)]
     [row] = folding.fold(rows)
     assert (row.name, row.source) == ("opt/0/l_{0..2}/w", "model.{0..2}.w")
-    shifted = [LeafRow(f"l_{n}/w", source=f"model.{n + 1}.w") for n in range(3)]
+    shifted = [LeafLine(f"l_{n}/w", source=f"model.{n + 1}.w") for n in range(3)]
     assert len(folding.fold(shifted)) == 3
 
 
@@ -58,7 +58,7 @@ def test_a_source_has_the_numbers_of_its_name():
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), unique=True, min_size=1)
 )
 def test_folded_rows_stand_for_exactly_their_rows(numbers):
-    rows = folding.fold(LeafRow(f"a{i}/b{k}") for i, k in numbers)
+    rows = folding.fold(LeafLine(f"a{i}/b{k}") for i, k in numbers)
     expanded = [
         f"a{i}/b{k}"
         for row in rows
