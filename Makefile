@@ -27,7 +27,8 @@
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n 3 --dist worksteal
+# More processes than cores, as tests wait for servers, disks and other processes.
+PYTEST_ARGS ?= -n 4 --dist worksteal
 NAME ?=
 ARGS ?=
 # What uses jax, Flax, optax, TensorStore, Orbax and grain in all ways that flaxckpt does.
