@@ -1,7 +1,7 @@
 """The first screen of a page: the verdict on a run, and the data of its charts.
 
-The data are lists and short texts, which the script of the page draws: nothing in them
-is markup, and `JSON` fits them into a page.
+The data are numbers and short texts, which the script of the page draws. Nothing in
+them is markup; `templates.to_json` fits them into a page.
 """
 
 from __future__ import annotations
