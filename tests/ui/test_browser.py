@@ -227,7 +227,7 @@ def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
     keep = [flaxckpt.policies.BestN(1, "loss", "min"), EveryNSteps(1)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
         for step in range(1, 15):
-            save(run, step)
+            run.save(step, {"w": np.full(4, step)}, metrics={"loss": 1 / step})
     with serving(tmp_path / "run") as server:
         opened = Page(browser, server)
         page = opened.page
@@ -241,7 +241,7 @@ def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
         page.fill("#steps [data-search]", "9")
         sync_api.expect(page.locator("#news")).to_have_text("live")
         with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
-            save(run, 15)
+            run.save(15, {"w": np.full(4, 15)}, metrics={"loss": 1 / 15})
         facts = page.locator("figure[data-metric=loss] .facts")
         sync_api.expect(facts).to_contain_text("last 0.0666667 at step 15")
         sync_api.expect(page.locator(".verdict")).to_contain_text("at step 15 (loss)")
