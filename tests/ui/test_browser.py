@@ -267,6 +267,8 @@ def test_runs_are_switched_off_and_searched_in_all_curves(visit):
     drawn = "each => each.toDataURL()"
     canvas = page.locator("figure[data-metric=loss] canvas")
     before = canvas.evaluate(drawn)
+    page.locator("figure[data-metric=loss] .u-over").click()
+    page.mouse.move(1, 1)
     button = page.locator("button[data-series=growing]")
     button.press("Enter")
     assert button.get_attribute("aria-pressed") == "false"

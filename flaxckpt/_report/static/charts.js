@@ -805,7 +805,7 @@
   // Makes a step the one that the actions are about.
   function chooseStep(step) {
     chosen = step;
-    const state = data.steps.state[data.steps.x.indexOf(step)];
+    const state = data.steps?.state[data.steps.x.indexOf(step)]; // none for many runs
     const lost = { d: ", deleted", x: ", damaged" }[state] ?? "";
     for (const menu of document.querySelectorAll("menu.actions")) {
       menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
