@@ -36,7 +36,7 @@ FAULTS = {
     },
 }
 
-PROMISES = ROOT / "docs" / "reliability.md"
+PROMISES = ROOT / "docs/reliability/guarantees.md"
 
 QUICK = ("FirstSave", "Pins")
 

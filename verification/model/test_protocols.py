@@ -79,7 +79,7 @@ def test_the_shortest_history_is_found():
 
 @pytest.mark.parametrize("name", slow.all_but(PROTOCOLS, ["reading"]))
 def test_page_names_the_broken_property_for_each_assumption(name):
-    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reliability/models.md").read_text(encoding="utf-8")
     for assumption, text in PROTOCOLS[name].ASSUMPTIONS.items():
         broken = "; ".join(broken_without(name, assumption))
         assert f"| *{assumption}*: {text} | {broken} |" in page

@@ -145,7 +145,7 @@ def _compare(module: str, outcomes: dict[str, str], *, is_whole: bool) -> int:
 
 
 def _row(module: str, outcomes: dict[str, str], total: int) -> str:
-    """Returns the module's row of the table in docs/reliability.md."""
+    """Returns the module's row of the table in docs/reliability/measurements.md."""
     killed = sum(outcome in _KILLED for outcome in outcomes.values())
     count = f"{total}" if len(outcomes) == total else f"{len(outcomes)} of {total}"
     survived = len(outcomes) - killed
