@@ -9,8 +9,10 @@ import contextlib
 import io
 import itertools
 import re
+import runpy
 import sys
 from types import ModuleType
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,7 @@ from tests.helpers.documents import (
     is_printed,
 )
 
+SVG = "{http://www.w3.org/2000/svg}"
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "json"}
 
 # The contents of a document's directory before its first block.
@@ -310,6 +313,14 @@ def test_figures_of_the_readme_are_those_that_were_measured():
     told = compared("README.md")
     assert len(told) >= 10
     assert told.items() <= measured.items()
+
+
+def test_the_recording_has_the_commands_of_its_program():
+    program = runpy.run_path(str(ROOT / "docs/record.py"))
+    picture = ElementTree.parse(ROOT / "docs/recording.svg").getroot()
+    texts = "".join(text.text for text in picture.iter(f"{SVG}text"))
+    assert [c for c in program["COMMANDS"] if c not in texts] == []
+    assert "Killed" in texts
 
 
 def compared(document):
