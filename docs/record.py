@@ -120,7 +120,8 @@ def read(
 def read_lines(shown: list[tuple[float, str]]) -> list[list[Piece]]:
     """Returns the lines of a terminal, in pieces with the times of their appearance."""
     lines: list[list[Piece]] = [[]]
-    secs, before, style = 0.0, shown[0][0], ()
+    secs, before = 0.0, shown[0][0]
+    style: tuple[str, ...] = ()
     for now, text in shown:
         secs += min(now - before, LONGEST_PAUSE_SECS)
         before = now
