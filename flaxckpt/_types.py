@@ -1,10 +1,13 @@
-"""Type aliases shared by all modules."""
+"""Type aliases shared by all modules, and the decorator of rows."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
+
+_T = TypeVar("_T")
 
 PyTree: TypeAlias = Any
 """Any tree of containers that jax flattens, or a Flax NNX object."""
@@ -20,3 +23,13 @@ Shape: TypeAlias = tuple[int, ...]
 JSON: TypeAlias = (
     "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 )
+
+
+@dataclass_transform(frozen_default=True)
+def row(cls: type[_T]) -> type[_T]:
+    """Makes a dataclass that is frozen for type checkers only.
+
+    For classes with an instance for each leaf: to make a frozen one takes eight times
+    as long, which was a quarter of the time to plan a save.
+    """
+    return dataclasses.dataclass(slots=True, unsafe_hash=True)(cls)

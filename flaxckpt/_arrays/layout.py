@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.sharding import Sharding
@@ -119,16 +120,12 @@ def with_chunk_shape(
     chunk_shape = None
     if info.dtype is not None:
         shape, dtype = forms.stored_form(info)
-        written = write_shape(info, shape)
-        cuts = tuple(
-            [
-                (axis, shape[axis] // written[axis])
-                for axis in layout.axes_of(len(shape))
-            ]
-        )
-        is_whole = written == shape
-        chunk_shape = _chunk_shape(
-            written, dtype, layout.max_chunk_bytes, is_whole, cuts
+        chunk_shape = _choose_chunk_shape(
+            shape,
+            dtype,
+            write_shape(info, shape),
+            layout.shard_axes,
+            layout.max_chunk_bytes,
         )
     elif role is None:
         return info
@@ -150,18 +147,21 @@ def with_chunk_shape(
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _chunk_shape(
-    written: Shape,
+@functools.lru_cache(maxsize=4096)  # most leaves are like another one
+def _choose_chunk_shape(
+    shape: Shape,
     dtype: str,
+    written: Shape,
+    shard_axes: int | Sequence[int],
     max_bytes: int,
-    ragged: bool,
-    cuts: tuple[tuple[int, int], ...],
 ) -> Shape:
+    assert not isinstance(shard_axes, int), shard_axes
+    rank = len(shape)
+    axes = [axis % rank for axis in shard_axes if -rank <= axis < rank]
     return zarr_chunk_shape.choose_chunk_shape(
         written,
         itemsize=_state.dtypes.item_bits(dtype) / 8,
         max_bytes=max_bytes,
-        ragged=ragged,
-        cuts=dict(cuts),
+        ragged=written == shape,
+        cuts={axis: shape[axis] // written[axis] for axis in axes},
     )

@@ -20,7 +20,7 @@ from flaxckpt import _state, _util, errors
 from flaxckpt._arrays import device_copy, device_memory, forms, layout
 from flaxckpt._arrays.device_copy import DeviceCopy
 from flaxckpt._state.leaf import Leaf, LeafInfo
-from flaxckpt._types import Shape
+from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._zarr import writer_assignment
 from flaxckpt._zarr.metadata import Array, Region, region_of, whole
@@ -112,31 +112,43 @@ def to_host(
     Raises:
         UnsupportedLeafError: A leaf is abstract, donated or deleted.
     """
-    faults = {
-        leaf.info.path: reason
-        for _, _, leaf in leaves
-        if (reason := _missing_values(leaf))
-    }
+    views = memory != "device"
+    faults: dict[LeafPath, str] = {}
+    arrays: list[HostArray] = []
+    on_devices: list[HostShard] = []
+    for name, chunk_shape, leaf in leaves:
+        info, value = leaf.info, leaf.source
+        if isinstance(value, jax.ShapeDtypeStruct):
+            faults[info.path] = "an abstract leaf, which has no values"
+            continue
+        reference = None
+        if isinstance(value, jax.Array):
+            if value.is_deleted():
+                faults[info.path] = "an array that was donated or deleted"
+                continue
+            shards = _parts_to_write(info, value, places.get(name, 0), views)
+            reference = weakref.ref(value)
+        else:
+            shards = _copied_part(info, value)
+        on_devices += [s for s in shards if not isinstance(s.data, np.ndarray)]
+        shape = forms.stored_form(info)[0]
+        dtype = info.dtype or ""
+        arrays.append(HostArray(name, shape, dtype, chunk_shape, shards, reference))
     if faults:
         raise errors.UnsupportedLeafError(faults)
-    views = memory != "device"
-    parts = [
-        _single_part(leaf, views) or _parts_to_write(leaf, places.get(name, 0), views)
-        for name, _, leaf in leaves
-    ]
-    copies = iter(
-        _copy([shard for shards in parts for shard in shards if _is_jax(shard)], memory)
-    )
+    if not on_devices:
+        return arrays
+    copies = iter(_copy(on_devices, memory))
     return [
-        HostArray(
-            name,
-            forms.stored_form(leaf.info)[0],
-            leaf.info.dtype or "",
-            chunk_shape,
-            tuple([next(copies) if _is_jax(shard) else shard for shard in shards]),
-            weakref.ref(leaf.source) if isinstance(leaf.source, jax.Array) else None,
+        array._replace(
+            shards=tuple(
+                [
+                    s if isinstance(s.data, np.ndarray) else next(copies)
+                    for s in array.shards
+                ]
+            ),
         )
-        for (name, chunk_shape, leaf), shards in zip(leaves, parts, strict=True)
+        for array in arrays
     ]
 
 
@@ -221,40 +233,9 @@ def is_of_several(sharding: Sharding) -> bool:
     return len({device.process_index for device in devices}) > 1
 
 
-def _missing_values(leaf: Leaf) -> str | None:
-    """Returns the reason why a leaf lacks values, or None."""
-    value = leaf.source
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "an abstract leaf, which has no values"
-    if isinstance(value, jax.Array) and value.is_deleted():
-        return "an array that was donated or deleted"
-    return None
-
-
-def _single_part(leaf: Leaf, views: bool) -> list[HostShard] | None:
-    """Returns an array of one device as the only part; None for other arrays.
-
-    A fast path for the most common kind of leaf.
-    """
-    value = leaf.source
-    if (
-        not isinstance(value, jax.Array)
-        or leaf.info.kind == "prng_key"
-        or not _is_on_one(value.sharding)
-    ):
-        return None
-    is_viewed = views and _is_on_cpu(value.sharding)
-    data = np.asarray(value) if is_viewed else value
-    return [HostShard(whole(value.shape), data)] if value.size else None
-
-
 @functools.lru_cache(maxsize=1024)
 def _is_on_one(sharding: Sharding) -> bool:
     return len(sharding.device_set) == 1 and sharding.is_fully_addressable
-
-
-def _is_jax(shard: HostShard) -> bool:
-    return isinstance(shard.data, jax.Array)
 
 
 def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard]:
@@ -388,42 +369,49 @@ def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _parts_to_write(leaf: Leaf, place: int, views: bool) -> list[HostShard]:
+def _copied_part(info: LeafInfo, value: Any) -> tuple[HostShard, ...]:
+    """Returns a copy of a numpy array or a number as the only part; none for size 0."""
+    array = np.array(value)
+    if info.kind == "scalar":
+        array = array.astype(_state.numpy_dtypes.to_numpy(info.dtype or ""))
+    return (HostShard(whole(array.shape), array),) if array.size else ()
+
+
+def _parts_to_write(
+    info: LeafInfo, value: jax.Array, place: int, views: bool
+) -> tuple[HostShard, ...]:
     """Returns the parts of an array that this process writes; none for size 0.
 
     The values of arrays on accelerators stay there, as jax arrays.
 
     Args:
-        leaf: The array.
+        info: The array.
+        value: Its values.
         place: Place of the writing replicas in their groups.
         views: Whether arrays on the CPU are viewed.
     """
-    value = leaf.source
-    if not isinstance(value, jax.Array):
-        array = np.array(value)
-        if leaf.info.kind == "scalar":
-            array = array.astype(_state.numpy_dtypes.to_numpy(leaf.info.dtype or ""))
-        return [HostShard(whole(array.shape), array)] if array.size else []
-    if leaf.info.kind == "prng_key":
+    if info.kind == "prng_key":
         value = jax.random.key_data(value)
-    writing = layout.divide_writing(leaf.info, value.shape)
-    if not value.size:
-        return []
+    shape = value.shape
+    if 0 in shape:
+        return ()
+    if _is_on_one(value.sharding):  # a fast path for most leaves
+        is_viewed = views and _is_on_cpu(value.sharding)
+        return (HostShard(whole(shape), np.asarray(value) if is_viewed else value),)
+    writing = layout.divide_writing(info, shape)
     grid = [
         size // part
-        for size, part in zip(
-            value.shape, value.sharding.shard_shape(value.shape), strict=True
-        )
+        for size, part in zip(shape, value.sharding.shard_shape(shape), strict=True)
     ]
     writers = writer_assignment.Writers(
         writing.replicas, writing.parts, place, math.prod(grid)
     )
-    return [
-        _part(shard, value.shape, writing.slices, part, views)
+    return tuple(
+        _part(shard, shape, writing.slices, part, views)
         for shard in value.addressable_shards
-        if (part := writers.part(shard.replica_id, _number(shard, value.shape, grid)))
+        if (part := writers.part(shard.replica_id, _number(shard, shape, grid)))
         is not None
-    ]
+    )
 
 
 def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _util, errors
 from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._types import LeafPath
+from flaxckpt._types import LeafPath, row
 from flaxckpt.errors import Mismatch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Action: TypeAlias = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@row
 class LeafPlan:
     """Plan for a leaf.
 

@@ -15,7 +15,6 @@ from flaxckpt._state import dtypes, leaf_types, numpy_dtypes, tree
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
-_JAX_TYPES = (jax.Array, jax.ShapeDtypeStruct)
 _ARRAYS = (np.ndarray, np.memmap)
 """Classes of numpy arrays without data beside their values."""
 
@@ -34,12 +33,13 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     keys, value, is_empty = leaf
     if is_empty:
         return LeafInfo(path, keys, "empty", _empty_type(value))
+    cls: Any = type(value)
+    if _is_jax_class(cls):
+        return _describe_jax(path, keys, value)
     if isinstance(value, leaf_types.BrokenLeaf):
         return value.reason
     if isinstance(value, jax.core.Tracer):
         return "a traced value, which exists only inside a jax transformation"
-    if isinstance(value, _JAX_TYPES):
-        return _describe_jax(path, keys, value)
     if isinstance(value, np.ndarray | np.generic):
         if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
             return _describe_subclass(value)
@@ -83,6 +83,13 @@ def describe_value(value: Any) -> str:
     return str(info)
 
 
+@functools.lru_cache(maxsize=1024)  # `isinstance` of a jax array is slow
+def _is_jax_class(cls: type) -> bool:
+    """Returns True for a class of concrete or abstract jax arrays."""
+    is_tracer = issubclass(cls, jax.core.Tracer)
+    return issubclass(cls, (jax.Array, jax.ShapeDtypeStruct)) and not is_tracer
+
+
 def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
     """Describes a value of a subclass of numpy's arrays or scalars.
 
@@ -104,9 +111,8 @@ def _describe_jax(
     keys: tuple[tree.Key, ...],
     value: jax.Array | jax.ShapeDtypeStruct,
 ) -> LeafInfo | str:
-    sharding = value.sharding
-    if isinstance(value, jax.Array) and not value.committed:
-        sharding = None
+    # An abstract array is where its sharding says.
+    sharding = value.sharding if getattr(value, "committed", True) else None
     shape = value.shape
     is_key, dtype, is_stored = _element_type(value.dtype)
     if not is_stored:

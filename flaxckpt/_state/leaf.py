@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from flaxckpt._state import tree
-from flaxckpt._types import LeafPath, Shape
+from flaxckpt._types import LeafPath, Shape, row
 
 if TYPE_CHECKING:
     import jax
@@ -56,7 +55,7 @@ class Box(NamedTuple):
     field: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@row
 class LeafInfo:
     """A leaf's properties without its values.
 
@@ -144,7 +143,7 @@ class Unsupported(NamedTuple):
     advice: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@row
 class StoredLeaf:
     """A leaf in a checkpoint, not yet read.
 
@@ -184,7 +183,7 @@ Value: TypeAlias = (
 Source: TypeAlias = "Value | StoredLeaf"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@row
 class Leaf:
     """A row of a leaf table.
 

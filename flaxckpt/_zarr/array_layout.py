@@ -70,12 +70,6 @@ class ArrayLayout:
             )
             object.__setattr__(self, "store", None)
 
-    def axes_of(self, rank: int) -> tuple[int, ...]:
-        """Returns `shard_axes` in an array of `rank` axes, counted from the first."""
-        axes = self.shard_axes
-        assert not isinstance(axes, int), axes
-        return tuple([a % rank for a in axes if -rank <= a < rank])
-
     @property
     def max_chunk_bytes(self) -> int:
         """Upper bound on a chunk, in bytes before compression."""
