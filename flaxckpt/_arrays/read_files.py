@@ -363,7 +363,7 @@ def from_files(
     for box, inside in read_plan.group(regions, form.chunk_shape).items():
         needs = read_plan.find_parts(inside, form.chunk_shape)
         blocks = {
-            chunk.key: _block(raw, form, chunk, database)
+            chunk.key: _find_block(raw, form, chunk, database)
             for chunk in zarr_metadata.chunks(box, form.chunk_shape)
         }
         run = _map(form, [*blocks.values()]) if may_map and blocks else None
@@ -397,31 +397,48 @@ def from_files(
     return Reading(tasks, result)
 
 
+def _find_block(
+    raw: RawArray,
+    form: ChunkForm,
+    chunk: zarr_metadata.Chunk,
+    database: Database | None,
+) -> Block:
+    """Returns a chunk in its own file, or in a file of the database.
+
+    Raises:
+        ValueError: The database lacks the chunk, or it has another size.
+    """
+    if database is None:
+        return _block(raw, form, chunk, raw.root / raw.name / chunk.key)
+    key = zarr_metadata.database_key(raw.name, chunk.key)
+    place = database.place(key, form.stored_bytes)
+    return _block(raw, form, chunk, raw.root / place.file, place.offset)
+
+
 def _block(
     raw: RawArray,
     form: ChunkForm,
     chunk: zarr_metadata.Chunk,
-    database: Database | None = None,
+    file: Path,
+    offset: int | None = None,
 ) -> Block:
-    """Returns the place of a chunk: in its own file, or in one of the database."""
-    block = Block(
-        raw.root / raw.name / chunk.key, form.chunk_bytes, form.encoding.checksum
-    )
-    if database is not None:
-        key = zarr_metadata.database_key(raw.name, chunk.key)
-        place = database.place(key, form.stored_bytes)
-        path = raw.root / place.file
-        block = block._replace(path=path, offset=place.offset, key=chunk.key)
+    """Returns a chunk at an offset of a file, with the recorded checksums."""
+    size, has_checksum = form.chunk_bytes, form.encoding.checksum
     if raw.checksums is None:
-        return block
+        return Block(file, size, has_checksum, offset=offset, key=chunk.key)
     index = [
-        start // size
-        for (start, _), size in zip(chunk.bounds, form.chunk_shape, strict=True)
+        start // length
+        for (start, _), length in zip(chunk.bounds, form.chunk_shape, strict=True)
     ]
-    return block._replace(
-        segment_bytes=raw.checksums.segment_bytes,
-        checksums=raw.checksums.of_segments(index, block.size),
-        recorded=raw.checksums.of_chunk(index),
+    return Block(
+        file,
+        size,
+        has_checksum,
+        raw.checksums.segment_bytes,
+        raw.checksums.of_segments(index, size),
+        raw.checksums.of_chunk(index),
+        offset,
+        chunk.key,
     )
 
 
@@ -526,7 +543,8 @@ def from_database(
                 )
             values, tail = content[: form.chunk_bytes], content[form.chunk_bytes :]
             if verify and form.encoding.checksum:
-                block = _block(raw, form, zarr_metadata.Chunk(key, places[0][1]))
+                chunk = zarr_metadata.Chunk(key, places[0][1])
+                block = _block(raw, form, chunk, raw.root, 0)
                 chunk_file.check(block, [values.data], tail.tobytes())
             for region, bounds in places:
                 parts[region].append((bounds, form.values(values, bounds)))
