@@ -37,47 +37,34 @@ are its marks, which pages may set on other elements as well:
 
 from __future__ import annotations
 
-from flaxckpt._report import assets as assets
-from flaxckpt._report import cards as cards
-from flaxckpt._report import charts as charts
-from flaxckpt._report import data as data
-from flaxckpt._report import flight_recorder as flight_recorder
-from flaxckpt._report import section as section
-from flaxckpt._report import section_origin as section_origin
-from flaxckpt._report import section_saves as section_saves
-from flaxckpt._report import section_state as section_state
-from flaxckpt._report import section_steps as section_steps
-from flaxckpt._report import tables as tables
-from flaxckpt._report import tree as tree
-from flaxckpt._report.data import Report as Report
-from flaxckpt._report.gather import ReportOptions as ReportOptions
-from flaxckpt._report.gather import describe_change as describe_change
-from flaxckpt._report.gather import gather as gather
-from flaxckpt._report.integrity import Verification as Verification
-from flaxckpt._report.integrity import find_news as find_news
-from flaxckpt._report.integrity import merge as merge
-from flaxckpt._report.integrity import stamp_files as stamp_files
-from flaxckpt._report.integrity import verify_step as verify_step
-from flaxckpt._report.page import headline as headline
-from flaxckpt._report.page import page as page
-from flaxckpt._report.page import page_start as page_start
-from flaxckpt._report.page import recorder as recorder
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._report import data, flight_recorder, ui
+    from flaxckpt._report.data import Report
+    from flaxckpt._report.gathering import ReportOptions, gather
+    from flaxckpt._report.offline import page
 
 __all__ = [
     "Report",
     "ReportOptions",
-    "assets",
-    "cards",
-    "charts",
     "data",
     "flight_recorder",
     "gather",
     "page",
-    "section",
-    "section_origin",
-    "section_saves",
-    "section_state",
-    "section_steps",
-    "tables",
-    "tree",
+    "ui",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(
+        __name__,
+        ("flight_recorder", "gathering", "offline"),
+        {
+            "Report": "data",
+            "ReportOptions": "gathering",
+            "gather": "gathering",
+            "page": "offline",
+        },
+    )

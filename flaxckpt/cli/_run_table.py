@@ -12,7 +12,7 @@ from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing
-    from flaxckpt._ui.places import Location
+    from flaxckpt._report.ui.places import Location
     from flaxckpt.policies import PreservationPolicy
 
 _COLUMNS = (
@@ -71,10 +71,10 @@ class _Run:
 
 def find_runs(path: str) -> list[Location]:
     """Returns the runs and checkpoints below a directory; empty without any."""
-    from flaxckpt import _ui
+    from flaxckpt._report.ui import places as ui_places
 
     try:
-        places = _ui.places.find_places(path)
+        places = ui_places.find_places(path)
     except errors.CheckpointError:
         return []
     return [] if places.is_single else [*places.runs.values()]

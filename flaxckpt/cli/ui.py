@@ -56,7 +56,7 @@ def ui(
         raise errors.OptionError(
             f"flaxckpt ui needs {' and '.join(missing)}: pip install flaxckpt[ui]"
         )
-    from flaxckpt import _ui
+    from flaxckpt._report.ui import server
 
     def show(address: str) -> None:
         if json:
@@ -71,5 +71,5 @@ def ui(
             )
             opening.start()
 
-    _ui.server.serve(path, port=port, others=against or (), on_ready=show)
+    server.serve(path, port=port, others=against or (), on_ready=show)
     return _app.SUCCESS

@@ -14,7 +14,8 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _formats, _inspect, _storage, _ui, errors, formats
+from flaxckpt import _formats, _inspect, _storage, errors, formats
+from flaxckpt._report.ui import places as ui_places
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage.storage import LOCAL
 from tests import GOLDEN
@@ -407,7 +408,7 @@ def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
     (work / "x.bv-LAST").write_text("000000300")
     (work / "expected.npz").unlink()
     names = {path.name for path in work.iterdir() if path.is_dir()}
-    assert _ui.places.find_places(work).runs.keys() == names
+    assert ui_places.find_places(work).runs.keys() == names
 
 
 def test_an_array_of_big_vision_without_its_metadata_is_named(tmp_path):

@@ -252,7 +252,9 @@ def test_steps_to_compare_may_be_chosen(run):
 
 
 def test_large_steps_are_compared_only_if_that_is_asked_for(run, monkeypatch):
-    monkeypatch.setattr(sys.modules["flaxckpt._report.gather"], "_COMPARED_BYTES", 100)
+    monkeypatch.setattr(
+        sys.modules["flaxckpt._report.gathering"], "_COMPARED_BYTES", 100
+    )
     found = gather(run)
     assert found.change is None
     assert "--diff" in found.notes["change"]

@@ -25,7 +25,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is miss
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-app = pytest.importorskip("flaxckpt._ui.app")
+app = pytest.importorskip("flaxckpt._report.ui.app")
 
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -16,7 +16,7 @@ from tests.helpers.ui_server import listen, send, serving
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._ui import app
+from flaxckpt._report.ui import app
 
 _SOON_SECS = 45
 """A limit for what takes a second at most; reads of a stopped store take a minute."""

@@ -21,7 +21,7 @@ from tests.ui.test_views import STATES, ask, open_page
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._ui import overview, runs, verifications, verify, workspace
+from flaxckpt._report.ui import overview, runs, verifications, verify, workspace
 
 __all__ = ["open_page"]
 

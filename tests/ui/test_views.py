@@ -32,7 +32,7 @@ from tests.helpers.ui_server import serving
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._ui import (
+from flaxckpt._report.ui import (
     app,
     compare,
     feeds,

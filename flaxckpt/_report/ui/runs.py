@@ -7,13 +7,13 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _report, errors
+from flaxckpt import errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import Report
-from flaxckpt._report.data import MetricValue
-from flaxckpt._ui import feeds, frame, overview
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._report import data, flight_recorder, tables
+from flaxckpt._report.data import MetricValue, Report
+from flaxckpt._report.ui import feeds, frame, overview
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
@@ -104,7 +104,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
             html.element(
                 "section",
                 html.element("h2", "Runs"),
-                _report.tables.table(order, _columns(shown), rows, what="runs"),
+                tables.table(order, _columns(shown), rows, what="runs"),
                 _more(more),
                 id="all-runs",
             ),
@@ -138,7 +138,7 @@ def _metrics_section(
     if not metrics:
         return html.NOTHING
     shown = dict([*metrics.items()][:_MOST_CURVES])
-    return _report.flight_recorder.draw_runs(shown, runs, live)
+    return flight_recorder.draw_runs(shown, runs, live)
 
 
 def _rank(reports: Mapping[str, Report]) -> tuple[list[str], str]:
@@ -197,8 +197,8 @@ _LIVE_SECS = 600.0
 # ---- the table --------------------------------------------------------------------
 
 
-def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
-    column = _report.tables.Column
+def _columns(names: Sequence[str]) -> list[tables.Column]:
+    column = tables.Column
     return [
         column("run"),
         column("steps", is_number=True),
@@ -211,8 +211,8 @@ def _columns(names: Sequence[str]) -> list[_report.tables.Column]:
     ]
 
 
-def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.TableRow:
-    cell = _report.tables.TableCell
+def _row(run: str, report: Report, names: Sequence[str]) -> tables.TableRow:
+    cell = tables.TableCell
     faults = report.faults
     good = [step for step in report.steps if step.step not in faults]
     newest = good[-1] if good else None
@@ -229,7 +229,7 @@ def _row(run: str, report: Report, names: Sequence[str]) -> _report.tables.Table
         _state(report, newest),
     ]
     data = {"data_run": run}
-    return _report.tables.TableRow(cells, data, "bad" if faults else None)
+    return tables.TableRow(cells, data, "bad" if faults else None)
 
 
 def _best(report: Report) -> html.Markup:
@@ -246,14 +246,14 @@ def _best(report: Report) -> html.Markup:
 def _last(report: Report, name: str) -> object:
     """Returns the metric of a checkpoint, or of the newest step that can be used."""
     if report.is_run:
-        last = _report.data.last_good(report.metrics.get(name, ()))
+        last = data.last_good(report.metrics.get(name, ()))
         value = None if last is None else last.value
     else:
         good = [step for step in report.steps if step.step not in report.faults]
         value = good[-1].metrics.get(name) if good else None
     if value is None:
         return ""
-    return _report.tables.TableCell(humanize.number(value), value)
+    return tables.TableCell(humanize.number(value), value)
 
 
 def _state(report: Report, newest: Step | None) -> str:
@@ -264,7 +264,7 @@ def _state(report: Report, newest: Step | None) -> str:
         newest: The newest good step, or None.
     """
     faults = report.faults
-    diverged = _report.flight_recorder.find_divergence(report)
+    diverged = flight_recorder.find_divergence(report)
     if diverged is not None and not faults:
         return f"diverged at step {diverged.step:,}"
     if not faults or not report.is_run:
@@ -285,12 +285,10 @@ def _state(report: Report, newest: Step | None) -> str:
 _MOST_NAMED = 3
 
 
-def _unread_row(
-    run: str, error: Exception, names: Sequence[str]
-) -> _report.tables.TableRow:
+def _unread_row(run: str, error: Exception, names: Sequence[str]) -> tables.TableRow:
     link = html.element("a", run, href=address("/run", run=run))
     blank = [""] * (len(_columns(names)) - 2)
-    return _report.tables.TableRow([link, *blank, str(error)], {"data_run": run}, "bad")
+    return tables.TableRow([link, *blank, str(error)], {"data_run": run}, "bad")
 
 
 def _more(names: Sequence[str]) -> html.Markup:

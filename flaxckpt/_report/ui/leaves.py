@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flaxckpt import _inspect, _report, errors
+from flaxckpt import _inspect, errors
 from flaxckpt._inspect.leaf_statistics import LeafStatistics
+from flaxckpt._report import charts, flight_recorder, tree
 from flaxckpt._report.tree import Branch
+from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui.opened import OpenCheckpoint
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
-from flaxckpt._ui import forms, frame
-from flaxckpt._ui.opened import OpenCheckpoint
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
 _MOST_CHILDREN = 200
@@ -62,7 +63,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 def _propose_leaf(workspace: Workspace, place: Location) -> str:
     """Returns the leaf that changed most at the last save, if statistics tell it."""
     histories = workspace.report(place).leaf_histories
-    return _report.flight_recorder.find_most_changed(histories) or ""
+    return flight_recorder.find_most_changed(histories) or ""
 
 
 def _tree(workspace: Workspace, place: Location, step: int | None) -> html.Markup:
@@ -131,7 +132,7 @@ def _level(
     ]
     if len(children) > start + _MOST_CHILDREN:
         entries.append(_more(opened, under, start + _MOST_CHILDREN, len(children)))
-    return _report.tree.entries(entries, title="Leaves" if not under else None)
+    return tree.entries(entries, title="Leaves" if not under else None)
 
 
 def _branch(opened: OpenCheckpoint, tree: Subtree, unfold: int) -> Branch:
@@ -204,7 +205,7 @@ def search(workspace: Workspace, query: Query) -> html.Markup:
     return html.join(
         [
             html.element("p", count, class_="note", role="status"),
-            _report.tree.entries(shown, title="Found leaves"),
+            tree.entries(shown, title="Found leaves"),
         ]
     )
 
@@ -288,7 +289,7 @@ def _numbers(result: LeafStatistics) -> html.Markup:
 def _histogram(leaf: LeafPath, result: LeafStatistics) -> html.Markup:
     if not result.histogram:
         return html.NOTHING
-    picture = _report.charts.histogram.histogram(
+    picture = charts.histogram.histogram(
         f"Values of {leaf or 'the state'}", result.edges, result.histogram
     )
     return html.element("figure", picture)

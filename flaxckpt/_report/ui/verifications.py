@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _report, _storage, errors
+from flaxckpt import _storage, errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import Report, Verification
-from flaxckpt._report.data import Integrity
-from flaxckpt._ui.places import Location
+from flaxckpt._report import integrity
+from flaxckpt._report.data import Integrity, Report
+from flaxckpt._report.integrity import Verification
+from flaxckpt._report.ui.places import Location
 from flaxckpt._util import progress
 
 _log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Job:
                     return
                 self._counter = _Counter(f"verifying {step.path}", self._stop)
                 start = time.monotonic()
-                verified = _report.verify_step(step, self._counter)
+                verified = integrity.verify_step(step, self._counter)
                 result = _describe(step, verified, time.monotonic() - start)
                 self._remember(result)
                 self.results.append(result)
@@ -271,7 +272,7 @@ class Verifications:
         checks = {step: result.integrity for step, result in found.items()}
         news = {
             **dict.fromkeys(changed, "has changed on the disk"),
-            **_report.find_news(report, checks),
+            **integrity.find_news(report, checks),
         }
         steps = {step.step: step for step in report.steps}
         for number, result in found.items():
@@ -296,7 +297,7 @@ class Verifications:
         if not results:
             return report
         checks = [
-            _report.merge(step, check, results[step.step].integrity)
+            integrity.merge(step, check, results[step.step].integrity)
             if step.step in results
             else check
             for step, check in zip(report.steps, report.integrity, strict=True)
@@ -347,4 +348,4 @@ def _has_changed(result: Result) -> bool:
     if result.files is None:
         return False
     path = _storage.paths.from_text(result.step.path)
-    return _report.stamp_files(path) != result.files
+    return integrity.stamp_files(path) != result.files

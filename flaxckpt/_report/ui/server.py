@@ -17,8 +17,8 @@ from typing import NoReturn
 import uvicorn
 
 from flaxckpt import _doors, errors
+from flaxckpt._report.ui import app, places, workspace
 from flaxckpt._types import PathLike
-from flaxckpt._ui import app, places, workspace
 
 HOST = "127.0.0.1"
 

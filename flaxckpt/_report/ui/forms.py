@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-from flaxckpt._report import Report
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Workspace
+from flaxckpt._report.data import Report
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Workspace
 from flaxckpt._util import html, humanize
 
 

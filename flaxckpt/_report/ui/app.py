@@ -22,11 +22,12 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from flaxckpt import _report, errors
-from flaxckpt._ui import compare, frame, leaves, overview, plan, runs, verify
-from flaxckpt._ui.access import Guard
-from flaxckpt._ui.feeds import News
-from flaxckpt._ui.workspace import Query, View, Workspace
+from flaxckpt import errors
+from flaxckpt._report import assets
+from flaxckpt._report.ui import compare, frame, leaves, overview, plan, runs, verify
+from flaxckpt._report.ui.access import Guard
+from flaxckpt._report.ui.feeds import News
+from flaxckpt._report.ui.workspace import Query, View, Workspace
 
 _VIEWS: Mapping[str, View] = {
     "/": runs.page,
@@ -204,12 +205,12 @@ async def _send_file(file: _File, request: Request) -> Response:
 
 def _static_files() -> dict[str, _File]:
     """Returns the files that pages load, all in memory: no path is ever opened."""
-    folder = Path(__file__).parent / "static"
+    folder = Path(__file__).parents[1] / "static"
     script = "text/javascript"
-    style = _report.assets.style() + (folder / "ui.css").read_text(encoding="utf-8")
+    style = assets.style() + (folder / "ui.css").read_text(encoding="utf-8")
     return {
         frame.STYLE: _File(style.encode(), "text/css"),
-        "report.js": _File(_report.assets.script().encode(), script),
+        "report.js": _File(assets.script().encode(), script),
         **{
             name: _File((folder / name).read_bytes(), script)
             for name in ("htmx.min.js", "idiomorph.min.js", "ui.js")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from flaxckpt import _report
-from flaxckpt._report import Report
+from flaxckpt._report import (
+    cards,
+    offline,
+    section_origin,
+    section_saves,
+    section_state,
+    section_steps,
+)
+from flaxckpt._report.data import Report
 from flaxckpt._report.section import Section
-from flaxckpt._ui import frame
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._report.ui import frame
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
 _MOST_STEPS = 200
 """More rows would answer slowly to a click on a heading."""
 
 _STATE: Sequence[Callable[[Report], Section | None]] = (
-    functools.partial(_report.section_state.sizes, has_tree=False),
-    _report.section_origin.dataset,
+    functools.partial(section_state.sizes, has_tree=False),
+    section_origin.dataset,
 )
 """The sections of the second column; changes and leaves have their own views."""
 
@@ -75,28 +82,28 @@ def _content(
         hx_target="#sections",
         hx_swap="morph:innerHTML",
     )
-    steps = _report.section_steps.steps(
+    steps = section_steps.steps(
         report, most=len(report.history) if most is None else most, rest=show_all
     )
-    run = [_report.section_saves.saves(report), _integrity(report, place)]
+    run = [section_saves.saves(report), _integrity(report, place)]
     state = [section(report) for section in _STATE]
     links = {
         str(each.path): address("/run", run=each.name)
         for each in workspace.places.runs.values()
     }
-    leaves = _report.section_saves.leaves(report)
-    lineage = _report.section_origin.lineage(report, links=links)
+    leaves = section_saves.leaves(report)
+    lineage = section_origin.lineage(report, links=links)
     columns = []
     for sections in (run, state):
         markup = [section.markup() for section in sections if section is not None]
         columns.append(html.element("div", *markup, class_="column"))
     return html.join(
         [
-            _report.recorder(report),
-            _report.cards.cards(*_report.headline(report)),
+            offline.recorder(report),
+            cards.cards(*offline.headline(report)),
             html.element(
                 "div",
-                _report.section_steps.metrics(report).markup(),
+                section_steps.metrics(report).markup(),
                 *[
                     each.markup()
                     for each in (leaves, steps, lineage)
@@ -112,4 +119,4 @@ def _content(
 def _integrity(report: Report, place: Location) -> Section | None:
     link = html.element("a", "Verify", href=address("/verify", run=place.name))
     how = html.join((link, " reads every byte."))
-    return _report.section_origin.integrity(report, verify=how)
+    return section_origin.integrity(report, verify=how)

@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 
 from flaxckpt import _inspect, _storage, errors
-from flaxckpt._ui import places
-from flaxckpt._ui.places import Location, Places
+from flaxckpt._report.ui import places
+from flaxckpt._report.ui.places import Location, Places
 
 _MOST_ENTRIES = 500
 """Entries of a directory that are looked at."""

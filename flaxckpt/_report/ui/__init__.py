@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._ui import places, server
+    from flaxckpt._report.ui import places, server
 
 __all__ = ["places", "server"]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from flaxckpt import _inspect, _report, _storage, errors
-from flaxckpt._ui import forms, frame
-from flaxckpt._ui.opened import OpenCheckpoint
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt import _inspect, _storage, errors
+from flaxckpt._report import gathering, section_state
+from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui.opened import OpenCheckpoint
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._util import html
 
 _MOST_ROWS = 500
@@ -117,9 +118,9 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     repeated = workspace.feeds.latest(other).report.copies
     names = _names(first, second)
     steps = first.step or 0, second.step or 0
-    change = _report.describe_change(found, repeated, steps, names)
-    summary = _report.section_state.change_summary(change, names)
-    shown = _report.section_state.change_tables(
+    change = gathering.describe_change(found, repeated, steps, names)
+    summary = section_state.change_summary(change, names)
+    shown = section_state.change_tables(
         change, names, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
     )
     return html.join([html.element("p", summary, class_="summary-text"), *shown])

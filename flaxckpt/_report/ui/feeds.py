@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _report, _steps, _storage, errors
-from flaxckpt._report import Report
-from flaxckpt._report.data import Integrity
-from flaxckpt._ui.places import Location
+from flaxckpt import _steps, _storage, errors
+from flaxckpt._report import gathering
+from flaxckpt._report.data import Integrity, Report
+from flaxckpt._report.ui.places import Location
 
 _log = logging.getLogger(__name__)
 
@@ -199,8 +199,8 @@ class _Feed:
     def _gather(self, known: Sequence[Integrity] = ()) -> None:
         before = self._snapshot
         stamp = _stamp(self._path)
-        options = _report.ReportOptions(diff=False, known=known)
-        report = _report.gather(self._path, options)
+        options = gathering.ReportOptions(diff=False, known=known)
+        report = gathering.gather(self._path, options)
         self._stamp, self._polls = stamp, 0
         if before is None:
             self._snapshot = ReportSnapshot(1, report, "")

@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from flaxckpt import _checkpoint, _inspect, _report, _storage, _suggest, errors
+from flaxckpt import _checkpoint, _inspect, _storage, _suggest, errors
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._inspect.abstract_file import TargetState
+from flaxckpt._report import flight_recorder, tables
+from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._transforms import from_text
 from flaxckpt._types import LeafPath
-from flaxckpt._ui import forms, frame
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 from flaxckpt.errors import Mismatch
 from flaxckpt.transforms import Transform
@@ -30,7 +31,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     into = workspace.targets.find(chosen) if chosen else place
     step = query.number("step")
     if step is None and place.is_run:
-        step = _report.flight_recorder.choose_step(workspace.report(place))
+        step = flight_recorder.choose_step(workspace.report(place))
     choices = [forms.hidden("run", place.name)]
     if place.is_run:
         choices.append(
@@ -622,7 +623,7 @@ def _groups(plan: RestorePlan) -> list[html.Markup]:
             html.element(
                 "details",
                 html.element("summary", title),
-                _report.tables.table(caption, _COLUMNS, rows, what="leaves"),
+                tables.table(caption, _COLUMNS, rows, what="leaves"),
                 class_="group",
                 open="" if actions != ("loaded",) else None,
             )
@@ -631,9 +632,9 @@ def _groups(plan: RestorePlan) -> list[html.Markup]:
 
 
 _COLUMNS = [
-    _report.tables.Column("leaf"),
-    _report.tables.Column("wanted"),
-    _report.tables.Column("found"),
+    tables.Column("leaf"),
+    tables.Column("wanted"),
+    tables.Column("found"),
 ]
 
 
@@ -642,9 +643,7 @@ def _rank(actions: Sequence[Action]) -> int:
     return min(order.index(action) for action in actions)
 
 
-def _row(
-    path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
-) -> _report.tables.TableRow:
+def _row(path: LeafPath, leaf: LeafPlan, problem: Mismatch | None) -> tables.TableRow:
     found = "" if leaf.found is None else str(leaf.found)
     if leaf.sources and leaf.sources != (path,):
         found += f" from {', '.join(leaf.sources[:3])}"
@@ -659,4 +658,4 @@ def _row(
         "data_actions": " ".join(leaf.actions),
     }
     kind = "bad" if "conflict" in leaf.actions else None
-    return _report.tables.TableRow([path, wanted, found], data, kind)
+    return tables.TableRow([path, wanted, found], data, kind)

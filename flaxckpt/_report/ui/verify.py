@@ -6,13 +6,14 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
-from flaxckpt import _report, errors
+from flaxckpt import errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import Report
-from flaxckpt._ui import forms, frame
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.verifications import Fault, Finding, Job, Result
-from flaxckpt._ui.workspace import Query, Workspace, address
+from flaxckpt._report import section_origin, tables
+from flaxckpt._report.data import Report
+from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.verifications import Fault, Finding, Job, Result
+from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
 _ALL: Final = "all"
@@ -165,7 +166,7 @@ def _status(
     parts += _faults(shown)
     parts += _remedies(place, report, shown)
     known = workspace.report(place)
-    section = _report.section_origin.integrity(known, verify=html.NOTHING)
+    section = section_origin.integrity(known, verify=html.NOTHING)
     if found and section is not None:
         parts.append(html.element("p", section.summary, class_="summary-text"))
         parts += section.body
@@ -414,8 +415,8 @@ _MOST_NAMED = 8
 # ---- the faults -------------------------------------------------------------------
 
 _COLUMNS = [
-    _report.tables.Column("file, and the values in it", is_wide=True),
-    _report.tables.Column("fault", is_wide=True),
+    tables.Column("file, and the values in it", is_wide=True),
+    tables.Column("fault", is_wide=True),
 ]
 
 
@@ -454,14 +455,14 @@ def _faults_of(result: Result) -> html.Markup:
 
 def _faults_in(file: str, faults: Sequence[Fault], is_open: bool) -> html.Markup:
     rows = [
-        _report.tables.TableRow([f.place, f.why], {"data_place": f.place}, "bad")
+        tables.TableRow([f.place, f.why], {"data_place": f.place}, "bad")
         for f in faults
     ]
     title = f"{file}: {humanize.count(len(faults), 'fault')}"
     return html.element(
         "details",
         html.element("summary", title),
-        _report.tables.table("Faults", _COLUMNS, rows, what="faults"),
+        tables.table("Faults", _COLUMNS, rows, what="faults"),
         open="" if is_open and len(faults) <= _MOST_NAMED else None,
     )
 

@@ -6,9 +6,9 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 
-from flaxckpt import _report
-from flaxckpt._ui.places import Location
-from flaxckpt._ui.workspace import Workspace, address
+from flaxckpt._report import offline
+from flaxckpt._report.ui.places import Location
+from flaxckpt._report.ui.workspace import Workspace, address
 from flaxckpt._util import html
 
 VIEWS: Mapping[str, str] = {
@@ -70,7 +70,7 @@ def page(
     )
     body = html.element(
         "body",
-        _report.page_start(),
+        offline.page_start(),
         _header(workspace, place, view),
         html.element("main", *content, id="main", tabindex=-1),
         _footer(workspace, place),
