@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import statistics
 from collections.abc import Sequence
 
 from flaxckpt import errors
-from flaxckpt._report import copies, section, tables, tree
-from flaxckpt._report.charts import share_bar, treemap
-from flaxckpt._report.data import Change, ChangedLeaf, Part, Report
-from flaxckpt._report.section import Section
+from flaxckpt._report import copies, tables
+from flaxckpt._report.data import Change, ChangedLeaf
 from flaxckpt._util import html, humanize
 
 _MOST_CHANGES = 100
@@ -24,158 +21,7 @@ _MOST_SHARES = 7
 _LEAST_SHARE = 0.002
 
 
-# ---- sizes ------------------------------------------------------------------------
-
-
-def sizes(report: Report, *, has_tree: bool = True) -> Section:
-    """Returns the section on the sizes in the newest step.
-
-    Args:
-        report: The data.
-        has_tree: False to leave out the tree of the leaves.
-    """
-    if not report.parts:
-        return Section(
-            "sizes", "Sizes", report.notes.get("sizes", "There are no arrays.")
-        )
-    leaves = humanize.count(report.leaves, "leaf", "leaves")
-    summary = (
-        f"{humanize.size(report.total_bytes)} of arrays, uncompressed, in {leaves} of"
-        f" {section.display_name(report.shown)}."
-    )
-    body = [share_bar.share_bar("Parts of the state", _shares(report))]
-    if len(report.parts) > 1:
-        body.append(_picture(report))
-    if has_tree:
-        body += _tree(report)
-    return Section("sizes", "Sizes", summary, body)
-
-
-def _tree(report: Report) -> list[html.Markup]:
-    body = [tree.tree(_branches(report), "Containers and leaves")]
-    shown = sum(row.type is not None for row in report.tree)
-    if shown > _MOST_LEAVES:
-        note = (
-            f"The first {_MOST_LEAVES:,} of {shown:,} leaves: flaxckpt show lists all."
-        )
-        body.append(html.element("p", note, class_="note"))
-    return body
-
-
-def _shares(report: Report) -> list[share_bar.Share]:
-    """Returns the outermost containers, and the copies inside of them on their own."""
-    depth = _outermost_depth(report)
-    outermost = [row for row in report.tree if row.depth == depth]
-    sized = [(row.path or row.name, row.bytes, "") for row in outermost]
-    copied = [
-        (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies
-    ]
-    sized.sort(key=lambda share: -share[1])
-    ranked = [*sized[: _MOST_SHARES - len(copied)], *copied]
-    large = [s for s in ranked if s[1] >= report.total_bytes * _LEAST_SHARE]
-    rest = report.total_bytes - sum(size for _, size, _ in large)
-    if rest > 0:
-        large.append(("other", rest, ""))
-    return [
-        share_bar.Share(*share, min(n, share_bar.COLOURS - 1))
-        for n, share in enumerate(large)
-    ]
-
-
-def _outermost_depth(report: Report) -> int:
-    """Returns the least depth with several containers or leaves."""
-    counts = collections.Counter(row.depth for row in report.tree)
-    return next((d for d in sorted(counts) if counts[d] > 1), min(counts))
-
-
-def _picture(report: Report) -> html.Markup:
-    groups: dict[str, list[Part]] = collections.defaultdict(list)
-    for part in report.parts:
-        groups[part.group].append(part)
-    drawn = [
-        treemap.TileGroup(name, [_tile(part) for part in parts])
-        for name, parts in groups.items()
-    ]
-    caption = "Areas are bytes."
-    if report.copies:
-        originals = dict.fromkeys(
-            copy.of or "the whole state" for copy in report.copies
-        )
-        names = ", ".join(copy.path for copy in report.copies)
-        caption = (
-            f"Areas are bytes. {names}: left out, because they have the same leaves and"
-            f" shapes as {', '.join(originals)}."
-        )
-    return html.element(
-        "figure",
-        html.both(
-            treemap.treemap(drawn, section.WIDE, 300),
-            treemap.treemap(drawn, section.NARROW, 380),
-        ),
-        html.element("figcaption", caption, class_="note"),
-    )
-
-
-def _display_name(part: Part) -> str:
-    if part.until is None:
-        return part.path
-    return f"{part.path} … {part.until.rpartition('/')[2]}"
-
-
-def _tile(part: Part) -> treemap.Tile:
-    name = _display_name(part)
-    description = f"{name}, {humanize.count(part.leaves, 'leaf', 'leaves')}"
-    inside = name.removeprefix(f"{part.group}/")
-    return treemap.Tile(inside, description, name, part.bytes)
-
-
-def _branches(report: Report) -> list[tree.Branch]:
-    """Returns the outermost containers and leaves, and the copies as single entries."""
-    inner: list[list[int]] = [[] for _ in report.tree]
-    count = 0
-    for n, above in enumerate(copies.find_parents([row.depth for row in report.tree])):
-        count += report.tree[n].type is not None
-        if above is not None and count <= _MOST_LEAVES:
-            inner[above].append(n)
-
-    def branch(n: int) -> tree.Branch:
-        row = report.tree[n]
-        inside = [branch(child) for child in inner[n]]
-        inside.sort(key=lambda child: copies.is_optimizer(child.path))
-        is_open = row.depth == 1 and not copies.is_optimizer(row.path)
-        return tree.Branch(
-            row.name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
-        )
-
-    whole = branch(0)
-    outermost = list(whole.inner or [whole])
-    return outermost + [
-        tree.Branch(
-            copy.path,
-            copy.path,
-            copy.leaves,
-            copy.bytes,
-            f"the leaves and shapes of {copy.of or 'the whole state'}",
-        )
-        for copy in report.copies
-    ]
-
-
 # ---- changes ----------------------------------------------------------------------
-
-
-def change(report: Report) -> Section | None:
-    """Returns the section on the leaves that differ between two steps."""
-    diff = report.change
-    title = "Change"
-    if diff is None:
-        if not report.is_run:
-            return None
-        return Section("change", title, report.notes.get("change", "Not compared."))
-    names = f"step {diff.step_a:,}", f"step {diff.step_b:,}"
-    return Section(
-        "change", title, change_summary(diff, names), change_tables(diff, names)
-    )
 
 
 def change_summary(diff: Change, names: tuple[str, str]) -> str:

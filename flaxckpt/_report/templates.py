@@ -1,15 +1,46 @@
-"""Renders the templates of pages; every text in them is escaped and made printable."""
+"""Renders the templates of pages; every text in them is escaped and made printable.
+
+A line break before a tag or a block of a template is nothing in the page.
+"""
 
 from __future__ import annotations
 
+import datetime
 import functools
+import html as standard_html
 import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jinja2
+from jinja2 import ext
 
 from flaxckpt import errors
-from flaxckpt._util import html
+from flaxckpt._util import html, humanize
+
+
+class Cell(NamedTuple):
+    """A cell of a table whose text is not the number that the column is sorted by."""
+
+    shown: object
+    value: float
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        data: HTML attributes, for the script and for programs.
+        cells: The cells; the first is the heading of the row.
+        kind: A CSS class: `bad`, `deleted`, or None.
+    """
+
+    data: Mapping[str, object]
+    cells: Sequence[object]
+    kind: str | None = None
 
 
 def render(template: str, **values: object) -> html.Markup:
@@ -22,6 +53,19 @@ def render(template: str, **values: object) -> html.Markup:
     return html.Markup(_environment().get_template(template).render(**values))
 
 
+class _Lines(ext.Extension):
+    def preprocess(
+        self, source: str, name: str | None, filename: str | None = None
+    ) -> str:
+        """Makes comments of line breaks, so that lines keep their numbers."""
+        return _BREAK.sub(
+            lambda found: "{#" + "\n" * found[0].count("\n") + "#}", source
+        )
+
+
+_BREAK = re.compile(r" *\n\s*(?=[<{])")
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -31,13 +75,82 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        extensions=[_Lines, ext.do],
     )
-    environment.filters["json"] = to_json
+    environment.filters |= {
+        "attributes": _attributes,
+        "clock": humanize.clock,
+        "few": errors.first_few,
+        "iso": _iso,
+        "json": to_json,
+        "leaf": errors.name_leaf,
+        "number": humanize.number,
+        "percent": html.percent,
+        "plural": humanize.count,
+        "printable": errors.printable,
+        "px": html.px,
+        "quoted": shlex.quote,
+        "secs": _unless_none(humanize.secs),
+        "size": _unless_none(humanize.size),
+        "step_name": _step_name,
+        "thousands": "{:,}".format,
+        "when": humanize.when,
+        "whole": _keep_whole,
+    }
+    environment.globals |= {
+        "row": Row,
+        "short": lambda value: Cell(f"{value:.3g}", value),
+        "sortable": _sortable,
+        "used": _find_used,
+    }
     return environment
 
 
 def _make_printable(value: object) -> object:
     return value if hasattr(value, "__html__") else errors.printable(str(value))
+
+
+def _unless_none(form: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: "" if value is None else form(value)
+
+
+def _sortable(shown: object, value: float | None) -> Cell | str:
+    """Returns a cell that is sorted by a number; empty without one."""
+    return "" if value is None else Cell(shown, value)
+
+
+def _find_used(rows: Sequence[Row], count: int) -> list[int]:
+    """Returns the columns in which a row has a text."""
+    return [n for n in range(count) if any(_text_of(row.cells[n]) for row in rows)]
+
+
+def _text_of(cell: object) -> str:
+    return str(cell.shown if isinstance(cell, Cell) else cell)
+
+
+def _attributes(given: Mapping[str, object]) -> html.Markup:
+    """Returns the attributes of an element, without those that are None."""
+    return html.join(
+        html.Markup(f' {name}="{html.text(value)}"')
+        for name, value in given.items()
+        if value is not None
+    )
+
+
+def _keep_whole(value: str) -> html.Markup:
+    """Returns a text of many lines, which is not shortened."""
+    return html.Markup(standard_html.escape(value))
+
+
+def _iso(seconds: float) -> str:
+    exact = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return exact.isoformat(timespec="seconds")
+
+
+def _step_name(path: str | None) -> str:
+    """Returns the name of a checkpoint: `step 1,000`, or its last key."""
+    name = (path or "").rstrip("/").rpartition("/")[2]
+    return f"step {int(name):,}" if name.isascii() and name.isdigit() else name
 
 
 def to_json(value: object) -> html.Markup:

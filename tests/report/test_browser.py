@@ -280,6 +280,7 @@ def test_no_line_ends_within_an_option(show, report):
         check._replace(state="whole", bytes_checked=0) for check in report.integrity
     ]
     page = show(dataclasses.replace(report, integrity=tuple(unread))).page
+    page.click("#integrity > details > summary")
     assert "--all" in page.inner_text("#integrity .command")
     for width in range(320, 1320, 40):
         page.set_viewport_size({"width": width, "height": 800})
@@ -477,7 +478,7 @@ def test_odd_runs_are_pages_without_errors_that_fit(show, tmp_path):
                 run.save(step, {"w": np.full(3, step)}, metrics=metrics)
         found = _report.gather(tmp_path / name, _report.ReportOptions())
         opened = show(found, width=390)
-        for over in opened.page.query_selector_all(".u-over")[:1]:
+        for over in opened.page.query_selector_all("#recorder .u-over")[:1]:
             over.hover()
         assert opened.messages == [], name
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= 390

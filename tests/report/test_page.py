@@ -535,10 +535,9 @@ def test_nothing_is_green_that_was_not_looked_at(tmp_path):
     page = _report.page(found)
     kind, texts = _card(page)
     assert "good" not in kind
-    assert texts[1] == "10 of 14"
-    assert "steps looked at" in texts[2]
-    assert "4 not looked at" in texts[2]
-    assert "10 of 14 steps looked at: " in _text(page)
+    assert texts[1:] == ["10 of 14", "looked at"]
+    assert 'title="10 with all files and sizes, 4 not looked at"' in page
+    assert "10 of 14 steps looked at." in _text(page)
     assert "no damage" not in _text(page)
     kind, texts = _card(_report.page(gather(tmp_path, verify=True)))
     assert "bad" in kind
@@ -548,10 +547,7 @@ def test_nothing_is_green_that_was_not_looked_at(tmp_path):
 def test_all_files_are_not_all_bytes(run):
     kind, texts = _card(_report.page(gather(run)))
     assert "good" not in kind
-    assert texts[1:] == [
-        "files complete",
-        "6 with all files and sizes; arrays not read",
-    ]
+    assert texts[1:] == ["files complete", "arrays not read"]
 
 
 def test_only_a_full_look_finds_a_changed_byte(run):
@@ -681,9 +677,7 @@ trees = st.recursive(
 @given(st.lists(st.integers(0, 10**6), max_size=40))
 def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
-    boxes = _report.charts.treemap.squarify(
-        sizes, _report.charts.treemap.Rectangle(0, 0, 300, 200)
-    )
+    boxes = _report.treemap.squarify(sizes, _report.treemap.Rectangle(0, 0, 300, 200))
     assert len(boxes) == len(sizes)
     total = sum(sizes)
     for size, box in zip(sizes, boxes, strict=True):

@@ -40,6 +40,10 @@ def tip(opened):
     return found.text_content() if found is not None and found.is_visible() else None
 
 
+def unfold(opened, section):
+    opened.page.click(f"#{section} > details > summary")
+
+
 def test_the_policy_allows_only_the_script_and_the_style_of_the_page(show, report):  # noqa: F811
     opened = show(report)
     found = opened.page.evaluate(
@@ -108,6 +112,7 @@ def test_marks_of_other_pictures_show_their_texts(show, report):  # noqa: F811
     assert tip(opened) == "step 80: kept"
     point_at(opened, "canvas.lanes", last, height=0.85)
     assert tip(opened).startswith("step 80: training waited ")
+    unfold(opened, "sizes")
     point_at(opened, "#sizes .wide g[data-path='params/trunk/kernel']", 0.5)
     assert "2.05 kB" in tip(opened)
     point_at(opened, "#sizes .share[data-path='opt_state/0/mu']", 0.5)
@@ -293,6 +298,8 @@ def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
     def leaves():
         return [e.get_attribute("data-path") for e in visible(opened, "[data-leaf]")]
 
+    assert leaves() == [], "the section is folded at first"
+    unfold(opened, "sizes")
     assert "params/trunk/kernel" not in leaves()
     opened.page.fill("#sizes [data-search]", "Trunk kern")
     assert leaves() == ["params/trunk/kernel"]
@@ -385,10 +392,11 @@ def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa
 
 def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
     opened = show(report)
-    opened.page.click("#saves > details > summary")
     assert visible(opened, "#saves .u-over") == []
     opened.page.click("nav a[href='#saves']")
     assert visible(opened, "#saves .u-over") != []
+    opened.page.locator("#saves > details > summary").press("Enter")
+    assert visible(opened, "#saves .u-over") == []
 
 
 def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
@@ -444,6 +452,7 @@ def test_hostile_names_stay_text_in_tips(show, tmp_path):  # noqa: F811
     opened = show(_report.gather(tmp_path / "run", _report.ReportOptions()))
     point_at(opened, "#recorder .u-over", 0.001)
     assert tip(opened).startswith(f"{bad}\nstep 1: 1")
+    unfold(opened, "sizes")
     point_at(opened, f'#sizes .share[data-path="{bad}"]', 0.5)
     assert tip(opened).startswith(bad)
     opened.page.fill("#sizes [data-search]", "<img")

@@ -172,13 +172,15 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     opened = visit()
     page = opened.open("/run", run="growing")
     page.wait_for_selector("#steps tr[data-step='2']")
-    page.click("#saves > details > summary")  # what is folded stays folded
+    page.click("#saves > details > summary")  # folds stay as the reader set them
+    page.click("#metrics > details > summary")
     sync_api.expect(page.locator("#news")).to_have_text("live")
     with flaxckpt.Checkpointer(runs / "growing") as run:
         save(run, 3)
     page.wait_for_selector("#steps tr[data-step='3']", timeout=PATIENCE_MS)
     sync_api.expect(page.locator("#news")).to_have_text("step 3 saved")
-    assert page.get_attribute("#saves > details", "open") is None
+    assert page.get_attribute("#saves > details", "open") is not None
+    assert page.get_attribute("#metrics > details", "open") is None
     assert page.get_attribute("#steps > details", "open") is not None
     sync_api.expect(page.locator("figure[data-metric=loss] .facts")).to_contain_text(
         "at step 3"
@@ -248,7 +250,7 @@ def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
         sync_api.expect(shown).to_have_text("steps 4 to 11")
         log = page.locator("[data-metric=loss] [data-action=log-axis]")
         assert log.get_attribute("aria-pressed") == "true"
-        assert page.get_attribute("#saves > details", "open") is None
+        assert page.get_attribute("#saves > details", "open") is not None
         assert page.locator("#steps th[aria-sort=ascending]").count() == 1
         search = page.locator("#steps [data-search]")
         assert search.input_value() == "9"
@@ -446,6 +448,7 @@ def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
     page = opened.page
     page.wait_for_selector("#all-runs tr[data-run='harmed']", timeout=PATIENCE_MS)
     page = opened.open("/run", run="harmed")
+    page.click("#integrity > details > summary")
     page.click("#integrity a")
     page.select_option("select[name=step]", "80")
     page.click("form button")

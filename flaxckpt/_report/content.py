@@ -1,0 +1,445 @@
+"""The content of a page on a report, for `cards.html` and `sections.html`.
+
+Functions choose, rank and count; texts and tables are in the templates.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from flaxckpt._inspect import best_step
+from flaxckpt._inspect.history import SavedStep, Verdict
+from flaxckpt._inspect.listing import Step
+from flaxckpt._report import copies, flight_recorder, treemap
+from flaxckpt._report.data import (
+    Change,
+    ChangedLeaf,
+    Integrity,
+    LeafHistory,
+    MetricValue,
+    Report,
+    last_good,
+)
+from flaxckpt._util import humanize
+
+MOST_STEPS = 200
+"""Row limit of the table of steps, which keeps the page of a long run small."""
+
+_MOST_ROWS = 250
+_MOST_CHANGES = 100
+"""Row limit of each part of the state."""
+
+_MOST_HISTORIES = 300
+_MOST_LEAVES = 3000
+"""Limit of the tree of leaves."""
+
+_MOST_BEST, _MOST_COLUMNS, _MOST_KEPT = 3, 4, 4
+_MOST_SHARES, _LEAST_SHARE = 7, 0.002
+
+Content: TypeAlias = Mapping[str, Any]
+"""The variables of a template."""
+
+
+def describe(report: Report, **given: object) -> Content:
+    """Returns the content of all cards and sections, and of the recorder.
+
+    Args:
+        report: The data.
+        **given: Further variables: `most`, a row limit of the steps; `links`, path of
+            a checkpoint that the run started from -> the address of its page.
+    """
+    most = given.pop("most", MOST_STEPS)
+    assert isinstance(most, int)
+    return {
+        "report": report,
+        **_recorder(report),
+        "bests": _bests(report),
+        "facts": _count_metrics(report),
+        "layers": _layers(report),
+        "steps": _steps(report, most),
+        "saves": _sum_saves(report),
+        "checks": _checks(report),
+        "change": describe_change(report.change, None) if report.change else None,
+        "sizes": _sizes(report) if report.parts else None,
+        "links": {},
+        "show_all": None,
+        "verify": None,
+        **given,
+    }
+
+
+# ---- the headline -----------------------------------------------------------------
+
+
+def _recorder(report: Report) -> Content:
+    is_run = report.is_run
+    return {
+        "verdict": flight_recorder.judge(report),
+        "data": flight_recorder.chart_data(report),
+        "step": flight_recorder.choose_step(report) if is_run else None,
+        "actions": flight_recorder.actions(report),
+        "has_track": is_run and bool(report.history),
+    }
+
+
+def _bests(report: Report) -> list[Content]:
+    """Returns the cards of the metrics that rank steps, or of the first metric."""
+    cards: list[Content] = []
+    for name, points in report.metrics.items():
+        best = [point for point in points if point.best == "best"]
+        if best and len(cards) < _MOST_BEST:
+            is_bad = best[-1].step in report.faults
+            kind = "bad" if is_bad else "best" if cards else "main best"
+            detail = _describe_best(report, points, best[-1])
+            card = {"card": "best", "title": f"Best {name}", "kind": kind}
+            cards.append(card | {"point": best[-1], "detail": detail})
+    for name, points in report.metrics.items():
+        last = last_good(points) or points[-1]
+        if not cards and math.isfinite(last.value):
+            card = {"card": "last-metric", "title": f"Last {name}", "kind": "main"}
+            cards.append(card | {"point": last, "detail": _at_step(report, last)})
+    return cards
+
+
+def _describe_best(
+    report: Report, points: Sequence[MetricValue], best: MetricValue
+) -> str:
+    """Returns the place of the best good value, and better ones that are lost."""
+    assert best.mode is not None  # a policy ranks by the metric
+    faults = report.faults
+    values = {p.step: p.value for p in points if math.isfinite(p.value)}
+    gone = {point.step for point in points if point.is_deleted}
+    found = best_step.find(values, faults, best.mode, gone)
+    detail = f"{best_step.end(best.mode)}, {_at_step(report, best)}"
+    if best.step in faults:
+        detail += "; no good step has a value"
+    elif (step := found.damaged) is not None:
+        fault = best_step.describe_damaged(
+            f"{step:,}", values[step], faults[step], is_counted=report.counts(step)
+        )
+        detail += f"; {fault}"
+    elif found.deleted is None:
+        detail += f", of {len(values):,} saved"
+    else:
+        detail += f", of {len(values.keys() - gone):,} that exist"
+    if (step := found.deleted) is not None:
+        detail += f"; {best_step.describe_deleted(f'{step:,}', values[step])}"
+    return detail
+
+
+def _at_step(report: Report, point: MetricValue) -> str:
+    """Returns the place of a value, with the state of a step that cannot be read."""
+    fault = report.faults.get(point.step)
+    return f"at step {point.step:,}" + (f", which is {fault}" if fault else "")
+
+
+# ---- the run ----------------------------------------------------------------------
+
+
+def _count_metrics(report: Report) -> Content:
+    points = [point for values in report.metrics.values() for point in values]
+    drawn = [
+        name
+        for name, values in report.metrics.items()
+        if any(math.isfinite(point.value) for point in values)
+    ]
+    return {
+        "steps": len({point.step for point in points}),
+        "gone": len({point.step for point in points if point.is_deleted}),
+        "is_ranked": any(point.best == "best" for point in points),
+        "drawn": len(drawn),
+        "most": flight_recorder.MOST_METRICS,
+        "missing": [name for name in report.metrics if name not in drawn][:5],
+        "single": {n: v for step in report.steps for n, v in step.metrics.items()},
+    }
+
+
+def _layers(report: Report) -> Content:
+    histories = report.leaf_histories
+    return {
+        "count": len(histories),
+        "saves": len({step for leaf in histories for step in leaf.norms}),
+        "bad": sum(map(_is_bad, histories)),
+        "rows": [_leaf_row(leaf) for leaf in histories[:_MOST_HISTORIES]],
+    }
+
+
+def _is_bad(leaf: LeafHistory) -> bool:
+    return bool(leaf.nonfinite) or not all(map(math.isfinite, leaf.norms.values()))
+
+
+def _leaf_row(leaf: LeafHistory) -> Content:
+    first, *_, last = [*leaf.norms.values(), *leaf.norms.values()]
+    growth = last / first if first else math.nan
+    finite = growth if math.isfinite(growth) else None
+    return {"leaf": leaf, "last": last, "growth": finite, "is_bad": _is_bad(leaf)}
+
+
+def _steps(report: Report, most: int) -> Content:
+    """Returns the rows of the steps: of too many, the best and the existing ones."""
+    existing = {step.step: step for step in report.steps}
+    best = {number for number, step in existing.items() if "best" in step.marks}
+    ranked = sorted(
+        report.history, key=lambda s: (s.step not in best, not s.exists, -s.step)
+    )
+    shown = sorted(ranked[:most], key=lambda s: -s.step)
+    known = {saved.step: saved.metrics for saved in report.history}
+    marks, faults = report.marks, report.faults
+    rows = []
+    for saved in shown:
+        step = existing.get(saved.step)
+        verdicts = report.verdicts.get(saved.step, ())
+        rows.append(
+            {
+                "saved": saved,
+                "step": step,
+                "marks": marks.get(saved.step, ()),
+                "why": step and _explain(report, step, faults.get(saved.step)),
+                "verdicts": [_explain_deletion(v, saved, known) for v in verdicts],
+            }
+        )
+    return {
+        "names": [*report.metrics][:_MOST_COLUMNS],
+        "rows": rows,
+        "gone": sum(not saved.exists for saved in report.history),
+        "unkept": sum(not step.why for step in report.steps),
+        "more": len(report.history) - len(rows),
+    }
+
+
+def _explain(report: Report, step: Step, fault: str | None) -> str:
+    """Returns the reasons to keep a step, without "no policy"."""
+    if step.damage is not None:
+        if not step.is_counted:
+            return "damaged: no policy counts it"
+        return "damaged, but not marked as damaged: policies count it"
+    why = [reason for reason in step.why if reason != "no policy"]
+    if not report.policies:
+        return ", ".join(why)
+    if why and fault == "damaged":
+        why[-1] += ", because it is not marked as damaged"
+    return ", ".join(why) or "nothing: would be deleted"
+
+
+def _explain_deletion(
+    verdict: Verdict, step: SavedStep, metrics: Mapping[int, Mapping[str, float]]
+) -> str:
+    """Returns the steps that a policy kept instead of `step`, with their metrics."""
+    kept = verdict.kept
+    values = [metrics.get(number, {}).get(verdict.metric or "") for number in kept]
+    if len(kept) > _MOST_KEPT:
+        shown = f"{len(kept)} steps from {kept[0]:,} to {kept[-1]:,}"
+        if finite := [value for value in values if value is not None]:
+            ends = humanize.number(min(finite)), humanize.number(max(finite))
+            shown += f" ({ends[0]} to {ends[1]})"
+    else:
+        shown = ", ".join(
+            f"{n:,}" if value is None else f"{n:,} ({humanize.number(value)})"
+            for n, value in zip(kept, values, strict=True)
+        )
+    text = f"{verdict.policy} kept {shown or 'none'}"
+    if verdict.metric is None:
+        return text
+    own = step.metrics.get(verdict.metric)
+    had = "none" if own is None else humanize.number(own)
+    return f"{text}; step {step.step:,} had {had}"
+
+
+def _sum_saves(report: Report) -> Content:
+    durable = [save for save in report.saves if save.total_secs is not None]
+    return {
+        "durable": len(durable),
+        "steps": len({s.step for s in report.saves if s.outcome == "durable"}),
+        "blocked": sum(save.blocked_secs or 0.0 for save in durable),
+        "total": sum(save.total_secs or 0.0 for save in durable),
+        "longest": max((save.blocked_secs or 0.0 for save in durable), default=0.0),
+        "outcomes": collections.Counter(save.outcome for save in report.saves),
+        "bad": [s for s in report.saves[::-1] if s.outcome != "durable"][:_MOST_ROWS],
+    }
+
+
+def _checks(report: Report) -> Content:
+    """Returns runs of neighbouring steps in the same state; problems are alone."""
+    ranges: list[list[Integrity]] = []
+    for check in report.integrity:
+        is_same = ranges and ranges[-1][0].state == check.state
+        if is_same and not check.is_bad:
+            ranges[-1].append(check)
+        else:
+            ranges.append([check])
+    ranked = ranges[::-1]
+    ranked.sort(key=lambda checks: not checks[0].is_bad)  # problems come first
+    return {
+        "ranges": ranges,
+        "ranked": ranked[:_MOST_ROWS],
+        "counts": collections.Counter(check.state for check in report.integrity),
+        "bytes": sum(check.bytes_checked for check in report.integrity),
+    }
+
+
+# ---- the state --------------------------------------------------------------------
+
+
+class Branch(NamedTuple):
+    """A container or a leaf in a tree.
+
+    Attributes:
+        name: The key below the container around it.
+        path: The leaf path, or the common prefix of the leaves.
+        leaves: The number of leaves; 1 for a leaf.
+        bytes: The size of all values.
+        type: The type of a leaf, `float32[4, 4]`, or a note on a container without
+            `inner`; empty for other containers.
+        inner: The containers and leaves inside; None if they are inserted when the
+            container is unfolded.
+        is_open: True if the container is unfolded at first.
+        data: HTML attributes of the entry.
+        link: The tag and the attributes of a link or button around the name.
+    """
+
+    name: str
+    path: str
+    leaves: int
+    bytes: int
+    type: str
+    inner: Sequence[Branch] | None = ()
+    is_open: bool = False
+    data: Mapping[str, object] = {}
+    link: Content | None = None
+
+
+def _sizes(report: Report) -> Content:
+    groups: dict[str, list[treemap.Tile]] = {}
+    for part in report.parts:
+        last = "" if part.until is None else f" … {part.until.rpartition('/')[2]}"
+        name = f"{part.path}{last}"
+        inside = name.removeprefix(f"{part.group}/")
+        tile = treemap.Tile(inside, name, part.leaves, part.bytes)
+        groups.setdefault(part.group, []).append(tile)
+    return {
+        "shares": _shares(report),
+        "pictures": treemap.draw(groups) if len(report.parts) > 1 else [],
+        "tree": _branches(report),
+        "shown": sum(row.type is not None for row in report.tree),
+        "most": _MOST_LEAVES,
+    }
+
+
+def _shares(report: Report) -> list[tuple[str, int, str]]:
+    """Returns the outermost containers, and the copies in them; name, size, note."""
+    counts = collections.Counter(row.depth for row in report.tree)
+    depth = next((d for d in sorted(counts) if counts[d] > 1), min(counts))
+    outermost = [row for row in report.tree if row.depth == depth]
+    sized = [(row.path or row.name, row.bytes, "") for row in outermost]
+    copied = [
+        (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies
+    ]
+    sized.sort(key=lambda share: -share[1])
+    ranked = [*sized[: _MOST_SHARES - len(copied)], *copied]
+    large = [s for s in ranked if s[1] >= report.total_bytes * _LEAST_SHARE]
+    rest = report.total_bytes - sum(size for _, size, _ in large)
+    return [*large, ("other", rest, "")] if rest > 0 else large
+
+
+def _branches(report: Report) -> list[Branch]:
+    """Returns the outermost containers and leaves, and the copies as single entries."""
+    inner: list[list[int]] = [[] for _ in report.tree]
+    count = 0
+    for n, above in enumerate(copies.find_parents([row.depth for row in report.tree])):
+        count += report.tree[n].type is not None
+        if above is not None and count <= _MOST_LEAVES:
+            inner[above].append(n)
+
+    def branch(n: int) -> Branch:
+        row = report.tree[n]
+        inside = [branch(child) for child in inner[n]]
+        inside.sort(key=lambda child: copies.is_optimizer(child.path))
+        is_open = row.depth == 1 and not copies.is_optimizer(row.path)
+        return Branch(
+            row.name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
+        )
+
+    whole = branch(0)
+    return [*(whole.inner or [whole])] + [
+        Branch(
+            copy.path,
+            copy.path,
+            copy.leaves,
+            copy.bytes,
+            f"the leaves and shapes of {copy.of or 'the whole state'}",
+        )
+        for copy in report.copies
+    ]
+
+
+# ---- changes ----------------------------------------------------------------------
+
+
+def describe_change(
+    diff: Change,
+    names: tuple[str, str] | None,
+    most: int = _MOST_CHANGES,
+    rest: str = "--json lists all",
+) -> Content:
+    """Returns the content of a comparison.
+
+    Args:
+        diff: The differences.
+        names: The names of the two steps; by default their numbers.
+        most: Row limit of each table.
+        rest: Where the leaves beyond are to be found.
+    """
+    groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
+    for leaf in diff.leaves:
+        groups.setdefault(leaf.group, []).append(leaf)
+    return {
+        "diff": diff,
+        "names": names or (f"step {diff.step_a:,}", f"step {diff.step_b:,}"),
+        "most": most,
+        "rest": rest,
+        "lost": {**diff.damaged_items, **diff.unreadable},
+        "counts": _count_changes(diff.leaves),
+        "groups": [_changed_group(diff, *group, most) for group in groups.items()]
+        if diff.leaves
+        else [],
+    }
+
+
+def _count_changes(leaves: Sequence[ChangedLeaf]) -> Content:
+    retyped = sum(leaf.is_retyped for leaf in leaves)
+    only = sum(leaf.is_only_in_one for leaf in leaves)
+    changed = len(leaves) - retyped - only
+    return {"changed": changed, "retyped": retyped, "only": only}
+
+
+def _changed_group(
+    diff: Change, name: str, leaves: Sequence[ChangedLeaf], most: int
+) -> Content:
+    norms = [leaf.rel_norm for leaf in leaves if leaf.different]
+    unreadable = diff.unreadable_in.get(name, 0)
+    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    return {
+        "name": name,
+        "is_optimizer": copies.is_optimizer(name),
+        "counts": _count_changes(leaves),
+        "total": len(leaves) + diff.equal_in.get(name, 0) + unreadable,
+        "unreadable": unreadable,
+        "count": len(leaves),
+        "norms": len(norms),
+        "max": max(norms, default=0.0),
+        "median": statistics.median(norms) if norms else 0.0,
+        "rows": [
+            (leaf, leaf.path.removeprefix(f"{name}/"), _part(leaf.rel_norm, largest))
+            for leaf in leaves[:most]
+        ],
+    }
+
+
+def _part(norm: float, largest: float) -> float:
+    if not math.isfinite(norm):
+        return 1.0
+    return min(norm / largest, 1.0) if largest else 0.0
