@@ -1,24 +1,12 @@
-"""The HTML report on a run or a checkpoint, and the components that it is made of.
+"""What people see in the browser: the HTML report, and in `ui` the local page.
 
-`gather` reads a `Report`: numbers and names. `page` draws it. Between them are pure
-functions from data to markup, in which every name is escaped; other pages compose them,
-too:
+Data flow one way: `gathering` reads a `Report` once, numbers and names; `content`
+prepares what templates show, without markup; `templates` renders them, and escapes
+every name. `offline` is the page that is one file; `ui` answers a browser with the same
+sections.
 
-| component | draws |
-|---|---|
-| `section_steps`, `section_saves`, `section_state`, `section_origin` | sections of a `Report`; `change_summary` and `change_tables` a `Change` alone |
-| `section.Section`, `section.legend` | a foldable section; a key of marks |
-| `cards.card`, `cards.cards` | a headline figure; several |
-| `tables.table` | a table that is sorted and searched |
-| `tree.tree`, `tree.entries` | leaves in folded containers; entries to insert into a tree |
-| `charts.treemap`, `charts.share_bar`, `charts.histogram` | sizes, and the values of a leaf |
-| `page.recorder` | the first screen: verdict, actions, the track over the steps |
-| `section.drawn` | a place in which the script draws from the data of the recorder |
-| `assets.style`, `assets.script`, `assets.policy` | what a page needs once, and the policy that allows it |
-
-No component has inline styles, handlers or identifiers of its own except sections
-and the rows of steps. The
-script handles events on the document, so that markup inserted later works, too. These
+The macros are in `templates/macros.html`. None has inline styles, handlers or
+identifiers of its own except sections and the rows of steps. The script handles events on the document, so that markup inserted later works, too. These
 are its marks, which pages may set on other elements as well:
 
 | mark | effect |

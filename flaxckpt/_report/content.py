@@ -62,7 +62,7 @@ def describe(report: Report, **given: object) -> Content:
         "layers": _layers(report),
         "steps": _steps(report, most),
         "saves": _sum_saves(report),
-        "checks": _checks(report),
+        "checks": list_checks(report),
         "change": describe_change(report.change, None) if report.change else None,
         "sizes": _sizes(report) if report.parts else None,
         "links": {},
@@ -262,7 +262,7 @@ def _sum_saves(report: Report) -> Content:
     }
 
 
-def _checks(report: Report) -> Content:
+def list_checks(report: Report) -> Content:
     """Returns runs of neighbouring steps in the same state; problems are alone."""
     ranges: list[list[Integrity]] = []
     for check in report.integrity:

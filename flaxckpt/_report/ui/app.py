@@ -110,9 +110,11 @@ def _render(workspace: Workspace, view: View, request: Request) -> Response:
 
 
 def _report_error(workspace: Workspace, request: Request, error: Exception) -> Response:
-    content = frame.message(str(error), "error")
-    if "hx-request" not in request.headers:
-        content = frame.page(workspace, "Error", content)
+    text = str(error)
+    if "hx-request" in request.headers:
+        content = frame.message(text, "error")
+    else:
+        content = frame.render("ui/error.html", workspace, "Error", text=text)
     return HTMLResponse(_encode(content), status_code=_status(error))
 
 

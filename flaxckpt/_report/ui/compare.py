@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt import _inspect, _storage, errors
-from flaxckpt._report import gathering, section_state
+from flaxckpt._report import content, gathering, templates
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.places import Location
@@ -21,50 +21,22 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     others = workspace.targets.checkpoints()
     other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     a, b = _choose_steps(workspace, place, other, query)
-    choices = [forms.hidden("run", place.name)]
-    if place.is_run:
-        choices.append(forms.step_choice(workspace, place, "From step", "a", a))
-    if len(others) > 1:
-        choices.append(
-            forms.checkpoint_choice(
-                others,
-                "to",
-                "with",
-                other.name,
-                empty=workspace.targets.without_steps(others),
-                steps="b",
-            )
-        )
-    if other.is_run:
-        choices.append(forms.step_choice(workspace, other, "to step", "b", b))
-    choices.append(html.element("button", "Compare", type="submit"))
     is_asked = query.number("b") is not None or (place, a) != (other, b)
-    url = address("/compare/result", run=place.name, a=a, b=b, **{"with": other.name})
-    result = html.element(
-        "div",
-        frame.message(
-            "Reading both, and comparing them leaf by leaf …"
-            if is_asked
-            else "There is no other step or checkpoint to compare with."
-        ),
-        id="result",
-        aria_live="polite",
-        hx_get=url if is_asked else None,
-        hx_trigger="load" if is_asked else None,
-    )
-    return frame.page(
+    fields = {"run": place.name, "a": a, "b": b, "with": other.name}
+    return frame.render(
+        "ui/compare.html",
         workspace,
         f"Compare steps of {place.name}",
-        html.element(
-            "section",
-            html.element("h2", "What changed between two steps"),
-            html.element("form", *choices, class_="choices"),
-            result,
-            frame.fold("Compare with another run", _where(workspace)),
-        ),
-        place=place,
-        view="/compare",
+        place,
+        "/compare",
         version=workspace.version(place),
+        fields=fields,
+        a_steps=forms.steps_of(workspace, place, a),
+        b_steps=forms.steps_of(workspace, other, b),
+        others=others,
+        empty=workspace.targets.without_steps(others),
+        url=address("/compare/result", **fields) if is_asked else None,
+        how=_where(workspace),
     )
 
 
@@ -89,9 +61,9 @@ def _choose_steps(
     """
     a, b = query.number("a"), query.number("b")
     if b is None:
-        b = max(forms.good_steps(workspace, other), default=None)
+        b = max(forms.good_steps(workspace.report(other)), default=None)
     if a is None:
-        others = forms.good_steps(workspace, place)
+        others = forms.good_steps(workspace.report(place))
         if other == place and b is not None:
             earlier = [step for step in others if step < b]
             others = earlier or [step for step in others if step > b][:1]
@@ -111,7 +83,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     if size > _MOST_BYTES and not query.text("large"):
         fields = {"run": place.name, "a": first.step, "b": second.step}
         url = address("/compare/result", **fields, **{"with": other.name}, large=1)
-        return forms.read_anyway(size, url, "#result")
+        return templates.render("ui/compared.html", change=None, size=size, url=url)
     found = _inspect.diff.diff(
         place.path, other.path, step_a=first.step, step_b=second.step
     )
@@ -119,11 +91,9 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     names = _names(first, second)
     steps = first.step or 0, second.step or 0
     change = gathering.describe_change(found, repeated, steps, names)
-    summary = section_state.change_summary(change, names)
-    shown = section_state.change_tables(
-        change, names, most=_MOST_ROWS, rest="flaxckpt diff --json lists all"
-    )
-    return html.join([html.element("p", summary, class_="summary-text"), *shown])
+    rest = "flaxckpt diff --json lists all"
+    described = content.describe_change(change, names, _MOST_ROWS, rest)
+    return templates.render("ui/compared.html", change=described)
 
 
 def _names(first: OpenCheckpoint, second: OpenCheckpoint) -> tuple[str, str]:

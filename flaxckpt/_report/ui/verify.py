@@ -8,11 +8,12 @@ from typing import Final, Literal, TypeAlias
 
 from flaxckpt import errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import section_origin, tables
+from flaxckpt._report import content, templates
+from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.verifications import Fault, Finding, Job, Result
+from flaxckpt._report.ui.verifications import Finding, Job, Result
 from flaxckpt._report.ui.workspace import Query, Workspace, address
 from flaxckpt._util import html, humanize
 
@@ -23,51 +24,31 @@ _Chosen: TypeAlias = int | Literal["all"] | None
 _MOST_SHOWN = 20
 """Steps whose faults are listed."""
 
-_REFRESH = "every 600ms"
+_MOST_NAMED = 8
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that verifies the `step` of a `run`, or all of its steps."""
     place = workspace.places.find(query.text("run"))
-    report = workspace.report(place)
     chosen = _chosen(workspace, place, query)
-    choices = [forms.hidden("run", place.name)]
-    if place.is_run:
-        choices.append(_step_choice(report, chosen))
-    choices.append(html.element("button", "Verify", type="submit"))
-    return frame.page(
+    return frame.render(
+        "ui/verify.html",
         workspace,
         f"Verify {place.name}",
-        html.element(
-            "section",
-            html.element("h2", "Is this checkpoint whole?"),
-            html.element(
-                "p",
-                "Reads every byte, and compares the data with the checksums of the"
-                " save. Nothing is changed.",
-                class_="summary-text",
-            ),
-            html.element(
-                "form",
-                *choices,
-                class_="choices",
-                hx_get="/verify/start",
-                hx_target="#verification",
-                hx_swap="outerHTML",
-            ),
-            _status(workspace, place, chosen),
-        ),
-        place=place,
-        view="/verify",
+        place,
+        "/verify",
         version=workspace.version(place),
+        run=place.name,
+        chosen="" if chosen is None else str(chosen),
+        options=_options(workspace.report(place), chosen) if place.is_run else None,
+        **_describe(workspace, place, chosen),
     )
 
 
 def start(workspace: Workspace, query: Query) -> html.Markup:
     """Starts to verify the `step` of a `run`, or all steps, the newest first."""
     place = workspace.places.find(query.text("run"))
-    report = workspace.feeds.latest(place).report
-    steps = report.steps[::-1]
+    steps = workspace.feeds.latest(place).report.steps[::-1]
     chosen = _asked(place, query)
     if place.is_run and chosen is None:
         raise errors.OptionError(f"choose a step of {place.name} to verify")
@@ -75,11 +56,13 @@ def start(workspace: Workspace, query: Query) -> html.Markup:
         steps = tuple(step for step in steps if step.step == chosen)
         if not steps:
             raise errors.CheckpointNotFoundError(f"{place.name} has no step {chosen}")
+    error = None
     try:
         workspace.verifications.start(place, steps)
-    except errors.OptionError as error:
-        return _status(workspace, place, chosen, frame.message(str(error), "error"))
-    return _status(workspace, place, chosen)
+    except errors.OptionError as refused:
+        error = str(refused)
+    shown = _describe(workspace, place, chosen, error)
+    return templates.render("ui/verification.html", **shown)
 
 
 def stop(workspace: Workspace, query: Query) -> html.Markup:
@@ -91,7 +74,8 @@ def stop(workspace: Workspace, query: Query) -> html.Markup:
 def status(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the progress of the verification, and the results so far."""
     place = workspace.places.find(query.text("run"))
-    return _status(workspace, place, _chosen(workspace, place, query))
+    shown = _describe(workspace, place, _chosen(workspace, place, query))
+    return templates.render("ui/verification.html", **shown)
 
 
 def _asked(place: Location, query: Query) -> _Chosen:
@@ -109,111 +93,59 @@ def _chosen(workspace: Workspace, place: Location, query: Query) -> _Chosen:
     return job.steps[0].step if len(job.steps) == 1 else _ALL
 
 
-def _step_choice(report: Report, chosen: _Chosen) -> html.Markup:
-    """Returns a list of the steps of a run, and all of them together.
-
-    Args:
-        report: The report on the run.
-        chosen: The chosen step, or all.
-    """
-    numbered = [step for step in report.steps[::-1] if step.step is not None]
-    sizes = [step.bytes for step in numbered if step.bytes is not None]
-    total = f", {humanize.size(report.bytes)}" if report.bytes and sizes else ""
+def _options(report: Report, chosen: _Chosen) -> list[tuple[str, str]]:
+    """Returns the steps of a run, and all of them together."""
+    numbered = [step for step in report.steps if step.step is not None]
+    is_sized = any(step.bytes is not None for step in numbered)
+    total = f", {humanize.size(report.bytes)}" if report.bytes and is_sized else ""
     options = forms.step_options(report, chosen if isinstance(chosen, int) else None)
     options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
-    return forms.choice(
-        "Step",
-        "step",
-        options,
-        "" if chosen is None else str(chosen),
-        hx_get="/verify/status",
-        hx_include="closest form",
-        hx_target="#verification",
-        hx_swap="outerHTML",
-    )
+    return options
 
 
-# ---- the status -------------------------------------------------------------------
-
-
-def _status(
-    workspace: Workspace,
-    place: Location,
-    chosen: _Chosen,
-    message: html.Markup = html.NOTHING,
-) -> html.Markup:
-    """Returns the part of the page that is replaced while a verification runs.
-
-    Args:
-        workspace: The data behind the page.
-        place: The run or the checkpoint.
-        chosen: The steps whose results are shown.
-        message: A message above.
-    """
+def _describe(
+    workspace: Workspace, place: Location, chosen: _Chosen, error: str | None = None
+) -> Content:
+    """Returns the part of the page that is replaced while a verification runs."""
     report = workspace.feeds.latest(place).report
     found = workspace.verifications.find(place, report)
     results = workspace.verifications.results(place, report)
-    shown = results
     if chosen != _ALL:
-        shown = {n: result for n, result in results.items() if n == chosen}
+        results = {n: result for n, result in results.items() if n == chosen}
+    bad = [result for result in results.values() if result.integrity.is_bad][::-1]
     job = workspace.verifications.job
     is_running = job is not None and job.is_running
-    parts = [message]
-    if job is not None and is_running:
-        parts.append(_progress(job, place, chosen))
-    else:
-        parts.append(_outcome(workspace, place, chosen, found))
-    parts += _faults(shown)
-    parts += _remedies(place, report, shown)
     known = workspace.report(place)
-    section = section_origin.integrity(known, verify=html.NOTHING)
-    if found and section is not None:
-        parts.append(html.element("p", section.summary, class_="summary-text"))
-        parts += section.body
-    return html.element(
-        "div",
-        *parts,
-        id="verification",
-        aria_live="polite",
-        hx_get=address("/verify/status", run=place.name, step=chosen),
-        hx_trigger=_REFRESH if is_running else "run-changed from:body",
-        hx_swap="outerHTML",
-    )
+    return {
+        "error": error,
+        "url": address("/verify/status", run=place.name, step=chosen),
+        "stop_url": address("/verify/stop", run=place.name, step=chosen),
+        "progress": _progress(job) if job is not None and is_running else None,
+        "outcome": None
+        if is_running
+        else _find_outcome(workspace, place, chosen, found, known),
+        "faults": [_list_faults(result) for result in bad[:_MOST_SHOWN]],
+        "more": max(0, len(bad) - _MOST_SHOWN),
+        "remedies": _find_remedies(place, report, results),
+        "report": known if found else None,
+        "checks": content.list_checks(known),
+        "said": {result.step.step for result in bad[:_MOST_SHOWN]},
+    }
 
 
-def _progress(job: Job, place: Location, chosen: _Chosen) -> html.Markup:
-    """Returns the progress of a job, with a button that stops it."""
+def _progress(job: Job) -> Content:
     step, done, total = job.current
-    share = len(job.results) + (min(1.0, done / total) if total else 0.0)
-    text = f"Verifying {_name(job.place, step)}: {humanize.size(done)}"
-    if total:
-        text += f" of {humanize.size(total)}"
-    if len(job.steps) > 1:
-        text += f"; {len(job.results):,} of {len(job.steps):,} steps done"
-    bad = [result for result in job.results if result.integrity.is_bad]
-    if bad:
-        text += f", {len(bad):,} with faults"
-    button = html.element(
-        "button",
-        "Stopping …" if job.is_stopped else "Stop",
-        type="button",
-        disabled="" if job.is_stopped else None,
-        hx_get=address("/verify/stop", run=place.name, step=chosen),
-        hx_target="#verification",
-        hx_swap="outerHTML",
-    )
-    return html.element(
-        "div",
-        html.element("p", text),
-        html.element(
-            "progress",
-            value=f"{share / len(job.steps):.4f}",
-            max=1,
-            aria_label="Progress of the verification",
-        ),
-        button,
-        class_="verifying",
-    )
+    part = min(1.0, done / total) if total else 0.0
+    return {
+        "name": _name(job.place, step),
+        "done": done,
+        "total": total,
+        "share": (len(job.results) + part) / len(job.steps),
+        "ended": len(job.results),
+        "steps": len(job.steps),
+        "bad": sum(result.integrity.is_bad for result in job.results),
+        "is_stopped": job.is_stopped,
+    }
 
 
 def _name(place: Location, step: Step | None) -> str:
@@ -222,49 +154,53 @@ def _name(place: Location, step: Step | None) -> str:
     return f"step {step.step:,} of {place.name}"
 
 
-def _outcome(
+# ---- the outcome ------------------------------------------------------------------
+
+
+def _find_outcome(
     workspace: Workspace,
     place: Location,
     chosen: _Chosen,
     found: Mapping[int | None, Finding],
-) -> html.Markup:
+    known: Report,
+) -> Content:
     """Returns the results of the chosen steps in a sentence.
 
     It is green if every byte was good, and nothing else is known since.
     """
-    steps = {step.step: step for step in workspace.feeds.latest(place).report.steps}
+    steps = {step.step for step in known.steps}
     job = workspace.verifications.job
     if job is not None and not _is_about(job, place, chosen, steps):
         job = None
-    verified = list(job.steps) if job is not None else []
-    results = list(job.results) if job is not None else []
+    verified = [] if job is None else [*job.steps]
+    results = [] if job is None else [*job.results]
     if job is None and chosen != _ALL and chosen in found:
         results = [found[chosen].result]
         verified = [results[0].step]
     if not verified:
-        return _note_missing(place, chosen, steps)
-    news = [
-        (step, since)
-        for step in (result.step.step for result in results)
-        if (since := found[step].news if step in found else "")
-    ]
-    faults = workspace.report(place).faults
-    is_bad = any(result.integrity.is_bad for result in results)
+        is_missing = isinstance(chosen, int) and chosen not in steps
+        note = f"{place.name} has no step {chosen:,} to verify." if is_missing else ""
+        return {"note": note, "text": ""}
+    numbers = [result.step.step for result in results]
+    news = [(n, found[n].news) for n in numbers if n in found and found[n].news]
     is_whole = [r.integrity.state for r in results] == ["verified"] * len(verified)
-    text = _sentence(place, verified, results, is_current=not news)
+    is_bad = any(result.integrity.is_bad for result in results)
+    text = _describe_results(place, verified, results, is_current=not news)
     if unchecked := sum(result.unchecked for result in results):
         arrays = humanize.count(unchecked, "leaf or file", "leaves or files")
         text += f" {arrays} without checksums: only read."
     if news:
-        text += f" Since then, {_describe(news, len(verified))}."
-        is_bad = any(result.step.step in faults for result in results)
-    kind = "bad" if is_bad else "good" if is_whole and not news else "open"
-    parts = [html.element("p", text, class_=f"outcome {kind}")]
-    if job is not None and job.error is not None:
-        parts.append(frame.message(f"The verification failed: {job.error}", "error"))
-    elif job is not None and job.is_stopped and not is_whole:
-        parts.append(frame.message("It was stopped, and the others were not read."))
-    return html.join(parts)
+        text += f" Since then, {_describe_news(news, len(verified))}."
+        is_bad = not known.faults.keys().isdisjoint(numbers)
+    note = ""
+    if job is not None and job.is_stopped and not is_whole:
+        note = "It was stopped, and the others were not read."
+    return {
+        "text": text,
+        "kind": "bad" if is_bad else "good" if is_whole and not news else "open",
+        "error": None if job is None else job.error,
+        "note": note,
+    }
 
 
 def _is_about(
@@ -279,16 +215,7 @@ def _is_about(
     return read == {chosen}
 
 
-def _note_missing(
-    place: Location, chosen: _Chosen, steps: Collection[int | None]
-) -> html.Markup:
-    """Returns a note if the chosen step does not exist."""
-    if not isinstance(chosen, int) or chosen in steps:
-        return html.NOTHING
-    return frame.message(f"{place.name} has no step {chosen:,} to verify.")
-
-
-def _describe(news: Sequence[tuple[int | None, str]], count: int) -> str:
+def _describe_news(news: Sequence[tuple[int | None, str]], count: int) -> str:
     """Describes the news on steps of which `count` were verified."""
     if count == 1:
         return f"it {news[0][1]}"
@@ -296,7 +223,7 @@ def _describe(news: Sequence[tuple[int | None, str]], count: int) -> str:
     return errors.first_few(texts, _MOST_NAMED)
 
 
-def _sentence(
+def _describe_results(
     place: Location,
     steps: Sequence[Step],
     results: Sequence[Result],
@@ -315,160 +242,78 @@ def _sentence(
     secs = sum(result.secs for result in results)
     facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
     times = [r.integrity.found for r in results if r.integrity.found is not None]
-    at = f"verified at {humanize.clock(max(times, default=None))}" if times else ""
+    at = f"verified at {humanize.clock(max(times, default=None))}"
     when = f", {at}" if is_current else f" when {at}"
-    be = ("is", "are") if is_current else ("was", "were")
+    when = when if times else ""
     bad = [result for result in results if result.integrity.is_bad]
     good = sum(result.integrity.state == "verified" for result in results)
     total = len(steps)
-    if bad:
-        return f"{_verdict(place, bad, total, be[0])}{when if times else ''}; {facts}."
-    if good < total:
-        count = f"{good:,} of {total:,} steps verified" if total > 1 else "Not verified"
-        return f"{count}; {facts}."
-    if total > 1:
-        return f"All {total:,} steps {be[1]} whole{when}: {facts}."
-    return f"{_capital(_name(place, steps[0]))} {be[0]} whole{when}: {facts}."
-
-
-def _verdict(place: Location, bad: Sequence[Result], total: int, be: str) -> str:
-    damaged = [r for r in bad if r.integrity.state == "damaged"]
     if total == 1:
-        name = _capital(_name(place, bad[0].step))
-        return f"{name} {f'{be} damaged' if damaged else 'could not be read'}"
+        name, be = _name(place, steps[0]), "is" if is_current else "was"
+        name = f"S{name[1:]}" if steps[0].step is not None else name
+        if not bad and not good:
+            return f"Not verified; {facts}."
+        is_damaged = any(result.integrity.state == "damaged" for result in bad)
+        state = f"{be} damaged" if is_damaged else "could not be read"
+        return f"{name} {state if bad else f'{be} whole'}{when}; {facts}."
+    if bad:
+        return f"{_count_bad(bad, total)}{when}; {facts}."
+    if good < total:
+        return f"{good:,} of {total:,} steps verified; {facts}."
+    be = "are" if is_current else "were"
+    return f"All {total:,} steps {be} whole{when}; {facts}."
+
+
+def _count_bad(bad: Sequence[Result], total: int) -> str:
     parts = []
-    for results, what in (
-        (damaged, "damaged"),
-        ([r for r in bad if r not in damaged], "could not be read"),
-    ):
-        if results:
-            names = [f"{result.step.step:,}" for result in results]
-            shown = errors.first_few(names, 8)
-            parts.append(f"{len(results):,} of {total:,} steps {what}: {shown}")
+    for state, what in (("damaged", "damaged"), ("unread", "could not be read")):
+        found = [r.step.step for r in bad if r.integrity.state == state]
+        if found:
+            shown = errors.first_few([f"{step:,}" for step in found], _MOST_NAMED)
+            parts.append(f"{len(found):,} of {total:,} steps {what}: {shown}")
     return "; ".join(parts)
 
 
-def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" if text.startswith("step ") else text
+# ---- faults and remedies ----------------------------------------------------------
 
 
-# ---- the remedies -----------------------------------------------------------------
+def _list_faults(result: Result) -> Content:
+    """Returns the faults of a step, by file; the rest of their places are the rows."""
+    files: dict[str, list[tuple[str, str, str]]] = {}
+    for fault in result.faults:
+        file, _, rest = fault.place.partition(" -> ")
+        row = (fault.place, rest or file, fault.why)
+        files.setdefault(file, []).append(row)
+    return {
+        "step": result.step.step,
+        "what": result.summary or result.integrity.detail,
+        "files": files,
+        "shown": len(result.faults),
+        "more": result.more_faults,
+    }
 
 
-def _remedies(
+def _find_remedies(
     place: Location, report: Report, results: Mapping[int | None, Result]
-) -> list[html.Markup]:
+) -> list[Content]:
     """Returns the commands that mark damaged steps of a run, and unmark good ones."""
     marked = {s.step for s in report.steps if s.damage is not None}
     states = {n: results[n].integrity.state for n in results if n is not None}
     damaged = [n for n, s in states.items() if s == "damaged" and n not in marked]
     good = [n for n, s in states.items() if s == "verified" and n in marked]
-    made = []
-    if damaged:
-        made.append(
-            _remedy(
-                place,
-                damaged,
-                f"Not marked as damaged yet: {_named(damaged)}. Restores may try an"
-                " unmarked step, and policies count it.",
-                "marks a step if its state cannot be read. Restores and policies leave"
-                " out marked steps",
-            )
-        )
-    if good:
-        made.append(
-            _remedy(
-                place,
-                good,
-                f"Marked as damaged, although every byte is good: {_named(good)}."
-                " Restores and policies leave it out.",
-                "removes the mark",
-            )
-        )
-    return made
+    return [
+        {"is_damaged": steps is damaged, **_name_steps(place, steps)}
+        for steps in (damaged, good)
+        if steps
+    ]
 
 
-def _remedy(
-    place: Location, steps: Sequence[int], text: str, effect: str
-) -> html.Markup:
-    """Returns a paragraph with the command that updates the marks of steps."""
+def _name_steps(place: Location, steps: Sequence[int]) -> Content:
+    names = errors.first_few([f"{step:,}" for step in sorted(steps)], _MOST_NAMED)
     numbers = " ".join(map(str, sorted(steps)))
     if len(steps) > _MOST_NAMED:
         numbers = "--all"
-    command = f"flaxckpt verify {shlex.quote(str(place.path))} {numbers} --mark"
-    return html.element(
-        "div",
-        html.element("p", text),
-        html.element("pre", command),
-        html.element("p", f"In a terminal, this command verifies again, and {effect}."),
-        class_="remedy",
-    )
-
-
-def _named(steps: Sequence[int]) -> str:
-    names = errors.first_few([f"{step:,}" for step in sorted(steps)], _MOST_NAMED)
-    return f"step {names}" if len(steps) == 1 else f"steps {names}"
-
-
-_MOST_NAMED = 8
-
-# ---- the faults -------------------------------------------------------------------
-
-_COLUMNS = [
-    tables.Column("file, and the values in it", is_wide=True),
-    tables.Column("fault", is_wide=True),
-]
-
-
-def _faults(results: Mapping[int | None, Result]) -> list[html.Markup]:
-    """Returns the faults of each damaged step, the newest first."""
-    bad = [result for result in results.values() if result.integrity.is_bad][::-1]
-    made = [_faults_of(result) for result in bad[:_MOST_SHOWN]]
-    if len(bad) > len(made):
-        steps = humanize.count(len(bad) - len(made), "further step")
-        text = f"{steps} with faults: verify a step alone to see them."
-        made.append(html.element("p", text, class_="note"))
-    return made
-
-
-def _faults_of(result: Result) -> html.Markup:
-    """Returns the faults of a step: a sentence, and the faults of each file, folded."""
-    number, state = result.step.step, result.integrity.state
-    name = "" if number is None else f"Step {number:,}: "
-    verdict = "damaged" if state == "damaged" else "could not be read"
-    files: dict[str, list[Fault]] = {}
-    for fault in result.faults:
-        files.setdefault(fault.place.partition(" -> ")[0], []).append(fault)
-    what = result.summary or result.integrity.detail
-    if files and not result.more_faults:
-        count = "one file" if len(files) == 1 else f"{len(files):,} files"
-        what = f"{count}; {what}"
-    return html.element(
-        "div",
-        html.element("p", html.element("strong", f"{name}{verdict}"), f": {what}"),
-        *[_faults_in(file, faults, len(files) == 1) for file, faults in files.items()],
-        _note_more(len(result.faults), result.more_faults),
-        class_="faults",
-        data_step=number,
-    )
-
-
-def _faults_in(file: str, faults: Sequence[Fault], is_open: bool) -> html.Markup:
-    rows = [
-        tables.TableRow([f.place, f.why], {"data_place": f.place}, "bad")
-        for f in faults
-    ]
-    title = f"{file}: {humanize.count(len(faults), 'fault')}"
-    return html.element(
-        "details",
-        html.element("summary", title),
-        tables.table("Faults", _COLUMNS, rows, what="faults"),
-        open="" if is_open and len(faults) <= _MOST_NAMED else None,
-    )
-
-
-def _note_more(shown: int, more: int) -> html.Markup:
-    if not more:
-        return html.NOTHING
-    text = f"The first {shown} of {humanize.count(shown + more, 'fault')}."
-    return html.element("p", text, class_="note")
+    return {
+        "names": f"step {names}" if len(steps) == 1 else f"steps {names}",
+        "command": f"flaxckpt verify {shlex.quote(str(place.path))} {numbers} --mark",
+    }
