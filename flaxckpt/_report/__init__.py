@@ -6,8 +6,9 @@ every name. `offline` is the page that is one file; `ui` answers a browser with 
 sections.
 
 The macros are in `templates/macros.html`. None has inline styles, handlers or
-identifiers of its own except sections and the rows of steps. The script handles events on the document, so that markup inserted later works, too. These
-are its marks, which pages may set on other elements as well:
+identifiers of its own except sections and the rows of steps. The script handles events
+on the document, so that markup inserted later works, too. These are its marks, which
+pages may set on other elements as well:
 
 | mark | effect |
 |---|---|

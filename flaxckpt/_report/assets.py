@@ -13,16 +13,17 @@ _FOLDER = Path(__file__).parent / "static"
 @functools.cache
 def style() -> str:
     """Returns the style sheet of the components, and of uPlot."""
-    return _read("uPlot.min.css", "report.css")
+    return read("uPlot.min.css", "report.css")
 
 
 @functools.cache
 def script() -> str:
     """Returns the scripts of the components, and uPlot, which draws the curves."""
-    return _read("uPlot.iife.min.js", "report.js", "charts.js")
+    return read("uPlot.iife.min.js", "report.js", "charts.js")
 
 
-def _read(*names: str) -> str:
+def read(*names: str) -> str:
+    """Returns files that pages load, one after the other."""
     return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 

@@ -6,14 +6,13 @@ Functions choose, rank and count; texts and tables are in the templates.
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt._inspect import best_step
-from flaxckpt._inspect.history import SavedStep, Verdict
-from flaxckpt._inspect.listing import Step
 from flaxckpt._report import copies, flight_recorder, treemap
 from flaxckpt._report.data import (
     Change,
@@ -24,7 +23,6 @@ from flaxckpt._report.data import (
     Report,
     last_good,
 )
-from flaxckpt._util import humanize
 
 MOST_STEPS = 200
 """Row limit of the table of steps, which keeps the page of a long run small."""
@@ -37,23 +35,20 @@ _MOST_HISTORIES = 300
 _MOST_LEAVES = 3000
 """Limit of the tree of leaves."""
 
-_MOST_BEST, _MOST_COLUMNS, _MOST_KEPT = 3, 4, 4
+_MOST_BEST, _MOST_COLUMNS = 3, 4
 _MOST_SHARES, _LEAST_SHARE = 7, 0.002
 
 Content: TypeAlias = Mapping[str, Any]
 """The variables of a template."""
 
 
-def describe(report: Report, **given: object) -> Content:
+def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
     """Returns the content of all cards and sections, and of the recorder.
 
     Args:
         report: The data.
-        **given: Further variables: `most`, a row limit of the steps; `links`, path of
-            a checkpoint that the run started from -> the address of its page.
+        most: Row limit of the steps; None for all.
     """
-    most = given.pop("most", MOST_STEPS)
-    assert isinstance(most, int)
     return {
         "report": report,
         **_recorder(report),
@@ -65,10 +60,6 @@ def describe(report: Report, **given: object) -> Content:
         "checks": list_checks(report),
         "change": describe_change(report.change, None) if report.change else None,
         "sizes": _sizes(report) if report.parts else None,
-        "links": {},
-        "show_all": None,
-        "verify": None,
-        **given,
     }
 
 
@@ -179,74 +170,22 @@ def _leaf_row(leaf: LeafHistory) -> Content:
     return {"leaf": leaf, "last": last, "growth": finite, "is_bad": _is_bad(leaf)}
 
 
-def _steps(report: Report, most: int) -> Content:
-    """Returns the rows of the steps: of too many, the best and the existing ones."""
+def _steps(report: Report, most: int | None) -> Content:
+    """Returns the steps to list: of too many, the best and the existing ones."""
     existing = {step.step: step for step in report.steps}
     best = {number for number, step in existing.items() if "best" in step.marks}
     ranked = sorted(
         report.history, key=lambda s: (s.step not in best, not s.exists, -s.step)
     )
-    shown = sorted(ranked[:most], key=lambda s: -s.step)
-    known = {saved.step: saved.metrics for saved in report.history}
-    marks, faults = report.marks, report.faults
-    rows = []
-    for saved in shown:
-        step = existing.get(saved.step)
-        verdicts = report.verdicts.get(saved.step, ())
-        rows.append(
-            {
-                "saved": saved,
-                "step": step,
-                "marks": marks.get(saved.step, ()),
-                "why": step and _explain(report, step, faults.get(saved.step)),
-                "verdicts": [_explain_deletion(v, saved, known) for v in verdicts],
-            }
-        )
     return {
         "names": [*report.metrics][:_MOST_COLUMNS],
-        "rows": rows,
+        "shown": sorted(ranked[:most], key=lambda s: -s.step),
+        "existing": existing,
+        "marks": report.marks,
+        "known": {saved.step: saved.metrics for saved in report.history},
         "gone": sum(not saved.exists for saved in report.history),
         "unkept": sum(not step.why for step in report.steps),
-        "more": len(report.history) - len(rows),
     }
-
-
-def _explain(report: Report, step: Step, fault: str | None) -> str:
-    """Returns the reasons to keep a step, without "no policy"."""
-    if step.damage is not None:
-        if not step.is_counted:
-            return "damaged: no policy counts it"
-        return "damaged, but not marked as damaged: policies count it"
-    why = [reason for reason in step.why if reason != "no policy"]
-    if not report.policies:
-        return ", ".join(why)
-    if why and fault == "damaged":
-        why[-1] += ", because it is not marked as damaged"
-    return ", ".join(why) or "nothing: would be deleted"
-
-
-def _explain_deletion(
-    verdict: Verdict, step: SavedStep, metrics: Mapping[int, Mapping[str, float]]
-) -> str:
-    """Returns the steps that a policy kept instead of `step`, with their metrics."""
-    kept = verdict.kept
-    values = [metrics.get(number, {}).get(verdict.metric or "") for number in kept]
-    if len(kept) > _MOST_KEPT:
-        shown = f"{len(kept)} steps from {kept[0]:,} to {kept[-1]:,}"
-        if finite := [value for value in values if value is not None]:
-            ends = humanize.number(min(finite)), humanize.number(max(finite))
-            shown += f" ({ends[0]} to {ends[1]})"
-    else:
-        shown = ", ".join(
-            f"{n:,}" if value is None else f"{n:,} ({humanize.number(value)})"
-            for n, value in zip(kept, values, strict=True)
-        )
-    text = f"{verdict.policy} kept {shown or 'none'}"
-    if verdict.metric is None:
-        return text
-    own = step.metrics.get(verdict.metric)
-    had = "none" if own is None else humanize.number(own)
-    return f"{text}; step {step.step:,} had {had}"
 
 
 def _sum_saves(report: Report) -> Content:
@@ -294,11 +233,8 @@ class Branch(NamedTuple):
         bytes: The size of all values.
         type: The type of a leaf, `float32[4, 4]`, or a note on a container without
             `inner`; empty for other containers.
-        inner: The containers and leaves inside; None if they are inserted when the
-            container is unfolded.
+        inner: The containers and leaves inside.
         is_open: True if the container is unfolded at first.
-        data: HTML attributes of the entry.
-        link: The tag and the attributes of a link or button around the name.
     """
 
     name: str
@@ -306,10 +242,8 @@ class Branch(NamedTuple):
     leaves: int
     bytes: int
     type: str
-    inner: Sequence[Branch] | None = ()
+    inner: Sequence[Branch] = ()
     is_open: bool = False
-    data: Mapping[str, object] = {}
-    link: Content | None = None
 
 
 def _sizes(report: Report) -> Content:
@@ -323,7 +257,7 @@ def _sizes(report: Report) -> Content:
     return {
         "shares": _shares(report),
         "pictures": treemap.draw(groups) if len(report.parts) > 1 else [],
-        "tree": _branches(report),
+        "tree": functools.partial(_branches, report),
         "shown": sum(row.type is not None for row in report.tree),
         "most": _MOST_LEAVES,
     }

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib import parse
 
 import jinja2
 from jinja2 import ext
@@ -51,6 +52,20 @@ def render(template: str, **values: object) -> html.Markup:
         **values: What its variables are.
     """
     return html.Markup(_environment().get_template(template).render(**values))
+
+
+def address(path: str, **fields: object) -> html.Markup:
+    """Returns an address of this server, for an attribute.
+
+    Args:
+        path: The path, `/leaves`.
+        **fields: The fields; None leaves a field out.
+    """
+    given = {name: str(value) for name, value in fields.items() if value is not None}
+    query = parse.urlencode(given, errors="surrogatepass")
+    # Percent-encoded, so `&` is the only character to escape. Unlike other texts, an
+    # address must not be shortened.
+    return html.Markup(f"{path}?{query}".replace("&", "&amp;") if query else path)
 
 
 class _Lines(ext.Extension):
@@ -98,6 +113,7 @@ def _environment() -> jinja2.Environment:
         "whole": _keep_whole,
     }
     environment.globals |= {
+        "address": address,
         "row": Row,
         "short": lambda value: Cell(f"{value:.3g}", value),
         "sortable": _sortable,

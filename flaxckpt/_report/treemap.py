@@ -60,14 +60,6 @@ class DrawnTile(NamedTuple):
     labels: Sequence[str]
 
 
-class Head(NamedTuple):
-    """The label of a group."""
-
-    x: float
-    y: float
-    text: str
-
-
 class Picture(NamedTuple):
     """A treemap.
 
@@ -75,14 +67,14 @@ class Picture(NamedTuple):
         name: `wide` or `narrow`.
         size: The width and the height.
         largest: The names and sizes of the largest groups.
-        heads: The labels of groups.
+        heads: The labels of groups: `x`, `y` and the text.
         tiles: The tiles of nonzero size.
     """
 
     name: str
     size: tuple[float, float]
     largest: str
-    heads: list[Head]
+    heads: list[tuple[float, float, str]]
     tiles: list[DrawnTile]
 
 
@@ -108,7 +100,7 @@ def _draw(
         if height > 2.4 * _HEAD and width > 50:
             share = f"{humanize.size(sizes[group])}, {sizes[group] / total:.0%}"
             head = _fitting(f"{group}  {share}", width - 2, _BOLD) or "…"
-            picture.heads.append(Head(x + 2, y + 14, head))
+            picture.heads.append((x + 2, y + 14, head))
             y, height = y + _HEAD, height - _HEAD
         tiles = sorted(groups[group], key=lambda tile: -tile.bytes)
         places = squarify(

@@ -6,8 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from flaxckpt import errors
-from flaxckpt._report import assets
+from flaxckpt._report import assets, templates
 from flaxckpt._report.ui import compare, frame, leaves, overview, plan, runs, verify
 from flaxckpt._report.ui.access import Guard
 from flaxckpt._report.ui.feeds import News
@@ -82,7 +80,7 @@ def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
     routes.append(Route("/events", partial(_events, workspace, streams)))
     routes.append(Route("/news", partial(_poll, workspace)))
     routes += [
-        Route(f"/static/{name}", partial(_send_file, file))
+        Route(f"/static/{name}", partial(_send_file, *file))
         for name, file in _static_files().items()
     ]
     return Guard(Starlette(routes=routes), token=token, port=port)
@@ -112,9 +110,9 @@ def _render(workspace: Workspace, view: View, request: Request) -> Response:
 def _report_error(workspace: Workspace, request: Request, error: Exception) -> Response:
     text = str(error)
     if "hx-request" in request.headers:
-        content = frame.message(text, "error")
+        content = templates.render("ui/message.html", text=text, kind="error")
     else:
-        content = frame.render("ui/error.html", workspace, "Error", text=text)
+        content = frame.render("ui/page.html", workspace, None, error=text, view="")
     return HTMLResponse(_encode(content), status_code=_status(error))
 
 
@@ -189,32 +187,17 @@ async def _poll(workspace: Workspace, request: Request) -> Response:
 # ---- files ------------------------------------------------------------------------
 
 
-class _File(NamedTuple):
-    """A file that pages load.
-
-    Attributes:
-        content: The content.
-        media_type: Its type.
-    """
-
-    content: bytes
-    media_type: str
+async def _send_file(content: bytes, media_type: str, request: Request) -> Response:
+    return Response(content, media_type=media_type)
 
 
-async def _send_file(file: _File, request: Request) -> Response:
-    return Response(file.content, media_type=file.media_type)
-
-
-def _static_files() -> dict[str, _File]:
-    """Returns the files that pages load, all in memory: no path is ever opened."""
-    folder = Path(__file__).parents[1] / "static"
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """Returns the files that pages load, with their types: no path is ever opened."""
     script = "text/javascript"
-    style = assets.style() + (folder / "ui.css").read_text(encoding="utf-8")
+    files = {name: (assets.read(name).encode(), script) for name in frame.SCRIPTS}
+    style = assets.style() + assets.read("ui.css")
     return {
-        frame.STYLE: _File(style.encode(), "text/css"),
-        "report.js": _File(assets.script().encode(), script),
-        **{
-            name: _File((folder / name).read_bytes(), script)
-            for name in ("htmx.min.js", "idiomorph.min.js", "ui.js")
-        },
+        **files,
+        "report.js": (assets.script().encode(), script),
+        frame.STYLE: (style.encode(), "text/css"),
     }

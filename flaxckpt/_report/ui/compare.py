@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flaxckpt import _inspect, _storage, errors
+from flaxckpt import _inspect, errors
 from flaxckpt._report import content, gathering, templates
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.workspace import Query, Workspace, address
+from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
 _MOST_ROWS = 500
@@ -22,34 +22,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     other = workspace.targets.find_checkpoint(query.text("with") or place.name)
     a, b = _choose_steps(workspace, place, other, query)
     is_asked = query.number("b") is not None or (place, a) != (other, b)
-    fields = {"run": place.name, "a": a, "b": b, "with": other.name}
     return frame.render(
         "ui/compare.html",
         workspace,
-        f"Compare steps of {place.name}",
         place,
-        "/compare",
-        version=workspace.version(place),
-        fields=fields,
+        other=other,
+        fields={"run": place.name, "a": a, "b": b, "with": other.name},
         a_steps=forms.steps_of(workspace, place, a),
         b_steps=forms.steps_of(workspace, other, b),
         others=others,
         empty=workspace.targets.without_steps(others),
-        url=address("/compare/result", **fields) if is_asked else None,
-        how=_where(workspace),
+        is_asked=is_asked,
     )
-
-
-def _where(workspace: Workspace) -> str:
-    """Returns how another run or checkpoint gets into the list."""
-    places = workspace.places
-    start = (
-        "For a run or checkpoint that is not in the list, start the page with it:"
-        f" {forms.start_with_another(workspace)}"
-    )
-    if not places.is_single or _storage.of(places.root).costs_requests:
-        return start
-    return f"The list has the runs and checkpoints in {places.root.parent}. {start}"
 
 
 def _choose_steps(
@@ -82,8 +66,8 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     size = first.root.bytes + second.root.bytes
     if size > _MOST_BYTES and not query.text("large"):
         fields = {"run": place.name, "a": first.step, "b": second.step}
-        url = address("/compare/result", **fields, **{"with": other.name}, large=1)
-        return templates.render("ui/compared.html", change=None, size=size, url=url)
+        values = {"change": None, "size": size, **fields, "other": other.name}
+        return templates.render("ui/compared.html", **values)
     found = _inspect.diff.diff(
         place.path, other.path, step_a=first.step, step_b=second.step
     )

@@ -1,8 +1,6 @@
-"""What forms of several views have: which step, and which checkpoint."""
+"""The steps that forms offer."""
 
 from __future__ import annotations
-
-import shlex
 
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui.places import Location
@@ -45,11 +43,3 @@ def steps_of(
     if not place.is_run:
         return None
     return step_options(workspace.report(place), chosen)
-
-
-def start_with_another(workspace: Workspace) -> str:
-    """Returns the command that starts the page with a further state in the lists."""
-    others = [*workspace.places.others, *workspace.places.files]
-    named = "".join(f" --against {shlex.quote(name)}" for name in others)
-    root = shlex.quote(str(workspace.places.root))
-    return f"flaxckpt ui {root}{named} --against PATH"

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping
 
+from flaxckpt import _storage
 from flaxckpt._report import templates
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.workspace import Workspace, address
+from flaxckpt._report.ui.workspace import Workspace
 from flaxckpt._util import html
-
-VIEWS: Mapping[str, str] = {
-    "/run": "Overview",
-    "/leaves": "Leaves",
-    "/compare": "Compare",
-    "/plan": "Plan",
-    "/verify": "Verify",
-}
-"""Address of a view on a run -> its title."""
 
 _HTMX = {
     # Nothing that the content security policy forbids, and nothing from elsewhere.
@@ -39,9 +30,7 @@ STYLE = "style.css"
 def render(
     template: str,
     workspace: Workspace,
-    title: str,
-    place: Location | None = None,
-    view: str = "/",
+    place: Location | None,
     *,
     version: str | None = None,
     **values: object,
@@ -51,37 +40,23 @@ def render(
     Args:
         template: The template, which extends `ui/page.html`.
         workspace: The data behind the page.
-        title: The title of the window.
         place: The run or checkpoint that the page shows; None for all of them.
-        view: The address of the view.
         version: The version of the data on the page, which follows the changes of the
-            run, or of all runs; None for a page that does not.
+            run, or of all runs; by default the present one of the run. None for a page
+            that does not.
         **values: The variables of the template.
     """
-    places = workspace.places
-    run = None if place is None else place.name
-    is_below = place is not None and not places.is_single
-    links = {path: address(path, run=run) for path in VIEWS} if run else {}
+    if version is None and place is not None:
+        version = workspace.version(place)
     return templates.render(
         template,
-        title=title,
-        path=places.root if place is None else place.path,
-        above=places.root if is_below else places.root.parent,
-        heading=run or places.root.name or places.root,
-        crumbs=[(VIEWS[path], links[path], path == view) for path in links],
-        has_all=not places.is_single,
-        is_all=place is None,
-        events=version
-        if version is None
-        else address("/events", run=run, version=version),
-        version=importlib.metadata.version("flaxckpt"),
+        places=workspace.places,
+        is_in_store=_storage.of(workspace.places.root).costs_requests,
+        place=place,
+        version=version,
+        release=importlib.metadata.version("flaxckpt"),
         htmx=json.dumps(_HTMX),
         scripts=SCRIPTS,
         style=STYLE,
         **values,
     )
-
-
-def message(text: str, kind: str = "note") -> html.Markup:
-    """Returns a message, a paragraph for each line; its class is `note` or `error`."""
-    return templates.render("ui/message.html", text=text, kind=kind)

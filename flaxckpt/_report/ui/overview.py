@@ -5,7 +5,7 @@ from __future__ import annotations
 from flaxckpt._report import content, templates
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.workspace import Query, Workspace, address
+from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
 
@@ -17,23 +17,17 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 def show(workspace: Workspace, place: Location) -> html.Markup:
     """Returns the page on a run or a checkpoint."""
     workspace.feeds.latest(place)  # the first report has a version
-    return frame.render(
-        "ui/overview.html",
-        workspace,
-        place.name,
-        place,
-        "/run",
-        version=workspace.version(place),
-        url=address("/run/sections", run=place.name),
-        **_describe(workspace, place),
-    )
+    version = workspace.version(place)
+    shown = _describe(workspace, place)
+    return frame.render("ui/overview.html", workspace, place, version=version, **shown)
 
 
 def sections(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
     most = None if query.text("all") else content.MOST_STEPS
-    return templates.render("ui/sections.html", **_describe(workspace, place, most))
+    shown = _describe(workspace, place, most)
+    return templates.render("ui/sections.html", place=place, **shown)
 
 
 def _describe(
@@ -41,10 +35,4 @@ def _describe(
 ) -> content.Content:
     report = workspace.report(place)
     runs = workspace.places.runs.values()
-    return content.describe(
-        report,
-        most=len(report.history) if most is None else most,
-        links={str(run.path): address("/run", run=run.name) for run in runs},
-        show_all=address("/run/sections", run=place.name, all=1),
-        verify=address("/verify", run=place.name),
-    )
+    return {**content.describe(report, most), "runs": runs}

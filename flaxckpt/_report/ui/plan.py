@@ -4,63 +4,40 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flaxckpt import _checkpoint, _inspect, _storage, _suggest, errors
-from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
-from flaxckpt._inspect.abstract_file import TargetState
+from flaxckpt import _checkpoint, _inspect, _suggest, _transforms, errors
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.workspace import Query, Workspace, address
-from flaxckpt._transforms import from_text
+from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._types import LeafPath
-from flaxckpt._util import html, humanize
-from flaxckpt.errors import Mismatch
-from flaxckpt.transforms import Transform
+from flaxckpt._util import html
+
+if TYPE_CHECKING:
+    from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
+    from flaxckpt._inspect.abstract_file import TargetState
+    from flaxckpt.errors import Mismatch
+    from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 500
 
-_RULES: Mapping[str, tuple[str, str]] = {
-    "only": ("keep only", "params/.*"),
-    "drop": ("drop", "params/head/.*"),
-    "rename": ("rename", r"params/encoder/(.*)=params/backbone/\1"),
-    "cast": ("cast", ".*/kernel=bfloat16"),
-}
-"""Field -> its label, and an example; in the order in which they are applied."""
+_RULES = ("only", "drop", "rename", "cast")
+"""The fields of transforms, in the order in which they are applied."""
 
-_CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "source": ("as", {"": "a step to continue from", "new": "the source of a new run"}),
-    "optimizer": (
-        "with the optimizer",
-        {
-            "": "by roles, if recorded; afresh in a new run",
-            "match": "matched by roles",
-            "exact": "matched by paths",
-            "reinit": "started afresh",
-        },
-    ),
-    "missing": (
-        "if a leaf is missing",
-        {"": "the restore fails", "init": "the state's value is kept"},
-    ),
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "source": ("new",),
+    "optimizer": ("match", "exact", "reinit"),
+    "missing": ("init",),
 }
-"""Field -> its label, and each value with what it means; the first is the default."""
+"""Field -> its values, beside the default."""
 
-_MEANINGS: Mapping[Action, str] = {
-    "conflict": "in the state, and not restorable",
-    "init": "not from the checkpoint: initialized by the optimizer, or kept from the"
-    " state",
-    "dropped": "only in the checkpoint, and left out",
-    "renamed": "under another path in the checkpoint",
-    "transformed": "computed from stored leaves",
-    "matched": "found by their role in the optimizer",
-    "cast": "stored as another type",
-    "resharded": "split in another way",
-    "loaded": "as they are stored",
-}
-"""Action -> what it means, the ones to look at first."""
+_ACTIONS: Sequence[Action] = (
+    *("conflict", "init", "dropped", "renamed", "transformed", "matched", "cast"),
+    *("resharded", "loaded"),
+)
+"""The ones to look at first."""
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
@@ -73,44 +50,16 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     step = query.number("step")
     if step is None and place.is_run:
         step = flight_recorder.choose_step(workspace.report(place))
-    given = {name: query.text(name) for name in (*_RULES, *_CHOICES)}
-    fields = {"run": place.name, "step": step, "into": into.name}
-    url = address(
-        "/plan/result",
-        **fields,
-        **{name: value or None for name, value in given.items()},
-    )
     return frame.render(
         "ui/plan.html",
         workspace,
-        f"Restore {place.name}",
         place,
-        "/plan",
-        version=workspace.version(place),
-        fields=fields,
+        step=step,
+        into=into.name,
         steps=forms.steps_of(workspace, place, step),
         targets=targets,
         empty=empty,
-        choices=_CHOICES,
-        rules=_RULES,
-        given=given,
-        url=url,
-        how=_where(workspace),
-    )
-
-
-def _where(workspace: Workspace) -> str:
-    """Returns how another state gets into the list."""
-    root = workspace.places.root
-    start = forms.start_with_another(workspace)
-    if _storage.of(root).costs_requests:
-        return f"For a state that is not in the list, start the page with it: {start}"
-    directory = root.parent if workspace.places.is_single else root
-    return (
-        f"The list has the runs, the checkpoints and the JSON files with a state in"
-        f" {directory}. To add a state, copy it there, or write it, as in flaxckpt show"
-        f" CHECKPOINT --json > {shlex.quote(str(directory / 'wanted.json'))}, and load"
-        f" this page again; or start the page with it: {start}"
+        given={name: query.text(name) for name in (*_RULES, *_CHOICES)},
     )
 
 
@@ -137,9 +86,9 @@ class _Asked(NamedTuple):
         Raises:
             OptionError: It is none of the values.
         """
-        values, chosen = [*_CHOICES[name][1]], self.query.text(name)
-        if chosen not in values:
-            *others, last = values[1:]
+        values, chosen = _CHOICES[name], self.query.text(name)
+        if chosen and chosen not in values:
+            *others, last = values
             wanted = f"{', '.join(others)} or {last}" if others else last
             raise errors.OptionError(f"{name} must be {wanted}, found {chosen!r:.80}")
         return chosen or None
@@ -186,7 +135,7 @@ class _Asked(NamedTuple):
         """Returns the address of a view of this plan with other fields."""
         names = ("run", "step", "into", *_CHOICES, *_RULES)
         given = {name: self.query.text(name) or None for name in names}
-        return address(view, **{**given, **fields})
+        return templates.address(view, **{**given, **fields})
 
     def command(self, **fields: str) -> str:
         """Returns the command of this plan with other fields, to paste in a shell."""
@@ -202,10 +151,15 @@ class _Asked(NamedTuple):
                 words += [f"--{name}", line]
         return shlex.join(words)
 
-    def link(self, text: str, rules: Sequence[str] = (), **fields: str) -> Content:
-        """Returns a remedy: rules, and the plan with other fields."""
+    def propose(self, kind: str, rules: Sequence[str] = (), **fields: str) -> Content:
+        """Returns a remedy of a kind: rules, and the plan with other fields."""
         url, command = self.address("/plan", **fields), self.command(**fields)
-        return {"text": text, "rules": rules, "url": url, "command": command}
+        return {"kind": kind, "rules": rules, "url": url, "command": command}
+
+    def propose_renames(self, found: Sequence[tuple[str, str]]) -> Content:
+        """Returns the remedy that renames leaves."""
+        rules = [f"{pattern}={name}" for pattern, name in found]
+        return self.propose("rename", rules, rename="\n".join(rules))
 
 
 def _ask(workspace: Workspace, query: Query) -> _Asked:
@@ -235,7 +189,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
             has optimizer leaves, but names no classes.
     """
     rules = {name: query.text(name).split("\n") for name in _RULES}
-    changes = from_text.parse(
+    changes = _transforms.from_text.parse(
         **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
     )
     asked = _ask(workspace, query)
@@ -245,9 +199,8 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         plan = asked.plan(changes, as_source=asked.is_source)
     except errors.DamagedCheckpointError as error:
         return _show(workspace, asked, _FileState(True, str(error)))
-    remedy = None
-    if plan.problems and not changes:
-        remedy = _find_remedy(plan, asked)
+    is_plain = bool(plan.problems) and not changes
+    remedy = _find_remedy(plan, asked) if is_plain else None
     source = None
     if not asked.is_source and asked.target.may_begin_from(asked.place.path):
         source = _propose_source(asked, asked.plan(changes, as_source=True))
@@ -286,7 +239,7 @@ def _show(
         into=asked.into.name,
         target_step=asked.target_step,
         command=asked.command(),
-        meanings=_MEANINGS,
+        actions=_ACTIONS,
     )
 
 
@@ -358,25 +311,16 @@ def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
 def _find_remedy(plan: RestorePlan, asked: _Asked) -> Content | None:
     """Returns rules for the fields, or the address that guesses them; or None."""
     if plan.renames:
-        return _rename("This rename moves them:", plan.renames, asked)
+        return asked.propose_renames(plan.renames)
     if plan.drops:
-        text, rules = "Dropping these begins them and their moments anew:", plan.drops
-        return asked.link(text, rules, drop="\n".join(rules), missing="init")
+        rules = "\n".join(plan.drops)
+        return asked.propose("drop", plan.drops, drop=rules, missing="init")
     is_by_path = asked.is_by_path and not asked.is_source
     if is_by_path and _checkpoint.plan.lacks_optimizer_leaves(plan):
-        text = (
-            "The state names no classes. With the optimizer matched by roles, it"
-            " initializes the leaves that the checkpoint lacks."
-        )
-        return asked.link(text, optimizer="match")
+        return asked.propose("roles", optimizer="match")
     if any(problem.kind == "missing" for problem in plan.problems):
-        return {"guess": asked.address("/plan/suggest")}
+        return {"kind": "guess", "url": asked.address("/plan/suggest")}
     return None
-
-
-def _rename(text: str, found: Sequence[tuple[str, str]], asked: _Asked) -> Content:
-    rules = [f"{pattern}={name}" for pattern, name in found]
-    return asked.link(text, rules, rename="\n".join(rules))
 
 
 def suggest(workspace: Workspace, query: Query) -> html.Markup:
@@ -385,16 +329,10 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     found = _suggest.suggestion.suggest(
         asked.place.path, asked.target.state, step=query.number("step")
     )
-    total = humanize.count(len(found.leaves) + len(found.left), "parameter")
-    text = f"{len(found.leaves):,} of {total} have a source."
-    remedy: Content = {"text": text, "rules": (), "url": None}
+    remedy: Content = {"kind": "found", "rules": (), "url": None}
     if found.renames:
-        text = f"{text} This rename moves them:"
-        remedy = _rename(text, found.renames, asked)
-    elif found.rows or found.ambiguous:
-        text += " Renames are not enough: flaxckpt plan --suggest prints the transforms"
-        remedy = {**remedy, "text": f"{text}, in Python."}
-    return templates.render("ui/remedy.html", remedy=remedy)
+        remedy = asked.propose_renames(found.renames)
+    return templates.render("ui/remedy.html", remedy=remedy, found=found)
 
 
 def _group(plan: RestorePlan, problems: Mapping[str, Mismatch]) -> list[Content]:
@@ -402,8 +340,7 @@ def _group(plan: RestorePlan, problems: Mapping[str, Mismatch]) -> list[Content]
     groups: dict[tuple[Action, ...], list[LeafPath]] = {}
     for path, leaf in plan.leaves.items():
         groups.setdefault(leaf.actions, []).append(path)
-    order = [*_MEANINGS]
-    ranked = sorted(groups, key=lambda actions: min(map(order.index, actions)))
+    ranked = sorted(groups, key=lambda actions: min(map(_ACTIONS.index, actions)))
     return [
         {
             "actions": actions,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from flaxckpt import errors
 from flaxckpt._inspect.listing import Step
@@ -14,7 +13,7 @@ from flaxckpt._report.content import Content
 from flaxckpt._report.data import MetricValue, Report, last_good
 from flaxckpt._report.ui import feeds, frame, overview
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.workspace import Query, Workspace, address
+from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html, humanize
 
 _MOST_CURVES = 12
@@ -33,9 +32,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     if places.is_single:
         (place,) = places.runs.values()
         return overview.show(workspace, place)
-    name = places.root.name or str(places.root)
-    count = len(places.runs)
-    return frame.render("ui/all_runs.html", workspace, name, version="", count=count)
+    return frame.render("ui/all_runs.html", workspace, None, version="")
 
 
 def listed(workspace: Workspace) -> list[Location]:
@@ -94,7 +91,6 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
         names=shown,
         rows=[_describe(run, reports[run], shown) for run in ranked],
         unread=unread,
-        urls={run: address("/run", run=run) for run in workspace.places.runs},
         more=list(workspace.places.runs)[_MOST_RUNS:],
     )
 
@@ -115,18 +111,10 @@ def _is_live(report: Report) -> bool:
     return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
 
 
-class _Best(NamedTuple):
-    """The best value of a metric that a policy ranks steps by."""
-
-    name: str
-    value: float
-    step: int
-    mode: str
-
-
-def _bests(report: Report) -> list[_Best]:
+def _bests(report: Report) -> list[tuple[str, MetricValue]]:
+    """Returns each metric that a policy ranks steps by, with its best value."""
     return [
-        _Best(name, point.value, point.step, point.mode)
+        (name, point)
         for name, points in report.metrics.items()
         for point in points
         if point.mode is not None and not point.is_bad
@@ -138,10 +126,7 @@ def _rank(reports: Mapping[str, Report]) -> tuple[list[str], str]:
 
     Runs without a value come last, by name.
     """
-    bests = {
-        run: {best.name: best for best in _bests(report)}
-        for run, report in reports.items()
-    }
+    bests = {run: dict(_bests(report)) for run, report in reports.items()}
     names = collections.Counter(name for best in bests.values() for name in best)
     if not names:
         return sorted(reports), "By name"
@@ -163,8 +148,8 @@ def _describe(run: str, report: Report, names: Sequence[str]) -> Content:
     good = [step for step in report.steps if step.step not in report.faults]
     newest = good[-1] if good else None
     bests = [
-        f"{best.name} {humanize.number(best.value)}, step {best.step:,}"
-        for best in _bests(report)
+        f"{name} {humanize.number(best.value)}, step {best.step:,}"
+        for name, best in _bests(report)
     ]
     if len(bests) > _MOST_BEST:
         bests[_MOST_BEST:] = [f"and {len(bests) - _MOST_BEST:,} more"]

@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Literal, TypeAlias
 
 from flaxckpt import errors
-from flaxckpt._inspect.listing import Step
 from flaxckpt._report import content, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.verifications import Finding, Job, Result
-from flaxckpt._report.ui.workspace import Query, Workspace, address
+from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html, humanize
 
 _ALL: Final = "all"
@@ -34,11 +33,6 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     return frame.render(
         "ui/verify.html",
         workspace,
-        f"Verify {place.name}",
-        place,
-        "/verify",
-        version=workspace.version(place),
-        run=place.name,
         chosen="" if chosen is None else str(chosen),
         options=_options(workspace.report(place), chosen) if place.is_run else None,
         **_describe(workspace, place, chosen),
@@ -117,10 +111,10 @@ def _describe(
     is_running = job is not None and job.is_running
     known = workspace.report(place)
     return {
+        "place": place,
         "error": error,
-        "url": address("/verify/status", run=place.name, step=chosen),
-        "stop_url": address("/verify/stop", run=place.name, step=chosen),
-        "progress": _progress(job) if job is not None and is_running else None,
+        "step": chosen,
+        "job": job if is_running else None,
         "outcome": None
         if is_running
         else _find_outcome(workspace, place, chosen, found, known),
@@ -133,27 +127,6 @@ def _describe(
     }
 
 
-def _progress(job: Job) -> Content:
-    step, done, total = job.current
-    part = min(1.0, done / total) if total else 0.0
-    return {
-        "name": _name(job.place, step),
-        "done": done,
-        "total": total,
-        "share": (len(job.results) + part) / len(job.steps),
-        "ended": len(job.results),
-        "steps": len(job.steps),
-        "bad": sum(result.integrity.is_bad for result in job.results),
-        "is_stopped": job.is_stopped,
-    }
-
-
-def _name(place: Location, step: Step | None) -> str:
-    if step is None or step.step is None:
-        return place.name
-    return f"step {step.step:,} of {place.name}"
-
-
 # ---- the outcome ------------------------------------------------------------------
 
 
@@ -164,9 +137,9 @@ def _find_outcome(
     found: Mapping[int | None, Finding],
     known: Report,
 ) -> Content:
-    """Returns the results of the chosen steps in a sentence.
+    """Returns the results of the chosen steps, and what is known since.
 
-    It is green if every byte was good, and nothing else is known since.
+    They are green if every byte was good, and nothing else is known since.
     """
     steps = {step.step for step in known.steps}
     job = workspace.verifications.job
@@ -177,29 +150,20 @@ def _find_outcome(
     if job is None and chosen != _ALL and chosen in found:
         results = [found[chosen].result]
         verified = [results[0].step]
-    if not verified:
-        is_missing = isinstance(chosen, int) and chosen not in steps
-        note = f"{place.name} has no step {chosen:,} to verify." if is_missing else ""
-        return {"note": note, "text": ""}
     numbers = [result.step.step for result in results]
     news = [(n, found[n].news) for n in numbers if n in found and found[n].news]
     is_whole = [r.integrity.state for r in results] == ["verified"] * len(verified)
     is_bad = any(result.integrity.is_bad for result in results)
-    text = _describe_results(place, verified, results, is_current=not news)
-    if unchecked := sum(result.unchecked for result in results):
-        arrays = humanize.count(unchecked, "leaf or file", "leaves or files")
-        text += f" {arrays} without checksums: only read."
     if news:
-        text += f" Since then, {_describe_news(news, len(verified))}."
         is_bad = not known.faults.keys().isdisjoint(numbers)
-    note = ""
-    if job is not None and job.is_stopped and not is_whole:
-        note = "It was stopped, and the others were not read."
     return {
-        "text": text,
+        "job": job,
+        "steps": verified,
+        "results": results,
+        "news": news,
+        "is_whole": is_whole,
         "kind": "bad" if is_bad else "good" if is_whole and not news else "open",
-        "error": None if job is None else job.error,
-        "note": note,
+        "is_missing": isinstance(chosen, int) and chosen not in steps,
     }
 
 
@@ -213,65 +177,6 @@ def _is_about(
     if chosen == _ALL:
         return len(read) > 1 or read == {*steps}
     return read == {chosen}
-
-
-def _describe_news(news: Sequence[tuple[int | None, str]], count: int) -> str:
-    """Describes the news on steps of which `count` were verified."""
-    if count == 1:
-        return f"it {news[0][1]}"
-    texts = [f"step {step} {since}" for step, since in news if step is not None]
-    return errors.first_few(texts, _MOST_NAMED)
-
-
-def _describe_results(
-    place: Location,
-    steps: Sequence[Step],
-    results: Sequence[Result],
-    *,
-    is_current: bool,
-) -> str:
-    """Returns what was found, and when.
-
-    Args:
-        place: The run or the checkpoint.
-        steps: The steps that were to be verified.
-        results: The results of these, as far as there are any.
-        is_current: False if something newer is known.
-    """
-    read = sum(result.integrity.bytes_checked for result in results)
-    secs = sum(result.secs for result in results)
-    facts = f"{humanize.size(read)} read in {humanize.secs(secs)}"
-    times = [r.integrity.found for r in results if r.integrity.found is not None]
-    at = f"verified at {humanize.clock(max(times, default=None))}"
-    when = f", {at}" if is_current else f" when {at}"
-    when = when if times else ""
-    bad = [result for result in results if result.integrity.is_bad]
-    good = sum(result.integrity.state == "verified" for result in results)
-    total = len(steps)
-    if total == 1:
-        name, be = _name(place, steps[0]), "is" if is_current else "was"
-        name = f"S{name[1:]}" if steps[0].step is not None else name
-        if not bad and not good:
-            return f"Not verified; {facts}."
-        is_damaged = any(result.integrity.state == "damaged" for result in bad)
-        state = f"{be} damaged" if is_damaged else "could not be read"
-        return f"{name} {state if bad else f'{be} whole'}{when}; {facts}."
-    if bad:
-        return f"{_count_bad(bad, total)}{when}; {facts}."
-    if good < total:
-        return f"{good:,} of {total:,} steps verified; {facts}."
-    be = "are" if is_current else "were"
-    return f"All {total:,} steps {be} whole{when}; {facts}."
-
-
-def _count_bad(bad: Sequence[Result], total: int) -> str:
-    parts = []
-    for state, what in (("damaged", "damaged"), ("unread", "could not be read")):
-        found = [r.step.step for r in bad if r.integrity.state == state]
-        if found:
-            shown = errors.first_few([f"{step:,}" for step in found], _MOST_NAMED)
-            parts.append(f"{len(found):,} of {total:,} steps {what}: {shown}")
-    return "; ".join(parts)
 
 
 # ---- faults and remedies ----------------------------------------------------------

@@ -106,17 +106,3 @@ _MOST_DIGITS = 18
 
 View: TypeAlias = Callable[[Workspace, Query], html.Markup]
 """Returns a page, or a part of one, for a request."""
-
-
-def address(path: str, **fields: object) -> html.Markup:
-    """Returns an address of this server, for an attribute.
-
-    Args:
-        path: The path, `/leaves`.
-        **fields: The fields; None leaves a field out.
-    """
-    given = {name: str(value) for name, value in fields.items() if value is not None}
-    query = parse.urlencode(given, errors="surrogatepass")
-    # Percent-encoded, so `&` is the only character to escape. Unlike other texts, an
-    # address must not be shortened.
-    return html.Markup(f"{path}?{query}".replace("&", "&amp;") if query else path)
