@@ -13,12 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
-from flaxckpt._inspect.diff import CheckpointDiff
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
 from flaxckpt._report import (
@@ -45,6 +44,9 @@ from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
 from flaxckpt.policies import BestN, PreservationPolicy, rank
+
+if TYPE_CHECKING:  # it imports jax, which only a comparison needs
+    from flaxckpt._inspect.diff import CheckpointDiff
 
 _COMPARED_BYTES = 2**31
 """Larger steps are compared only on request."""
@@ -435,14 +437,8 @@ def _leaf_histories(
     norms: dict[LeafPath, dict[int, float]] = {}
     histograms: dict[LeafPath, dict[int, Histogram]] = {}
     last = {}
-    drawn = (
-        {
-            steps[round(n * (len(steps) - 1) / _MOST_RIDGES)]
-            for n in range(_MOST_RIDGES + 1)
-        }
-        if steps
-        else set()
-    )
+    places = [n / _MOST_RIDGES for n in range(_MOST_RIDGES + 1)] if steps else []
+    drawn = {steps[round(place * (len(steps) - 1))] for place in places}
     for step in steps:
         for path, leaf in recorded[step].leaves.items():
             norms.setdefault(path, {})[step] = math.nan if leaf.nonfinite else leaf.norm

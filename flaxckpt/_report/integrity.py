@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _checkpoint, _steps, _storage, errors
-from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._formats import locate
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.data import Integrity, Report, State
 from flaxckpt._util import humanize
 from flaxckpt._util.progress import Counter
+
+if TYPE_CHECKING:
+    from flaxckpt._checkpoint.verify_report import VerifyReport
 
 _CHECKED = 10
 """The number of newest steps that are checked by default."""

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import uvicorn
 
-from flaxckpt import _doors, errors
+from flaxckpt import errors
 from flaxckpt._report.ui import app, places, workspace
 from flaxckpt._types import PathLike
 
@@ -46,7 +46,6 @@ def serve(
         OptionError: The port is in use.
     """
     found = places.find_places(path, others)
-    _doors.open_all()  # before there are threads
     others_running = set(threading.enumerate())
     with (
         contextlib.closing(workspace.open_workspace(found)) as space,
@@ -95,10 +94,14 @@ class _Server(uvicorn.Server):
 
 
 def _end_unless_idle(threads: Iterable[threading.Thread]) -> None:
-    """Ends the process if some of the threads, which Python would join, go on."""
+    """Ends the process if some of the threads go on, which read runs.
+
+    Python would join those of verifications; the others may be about to import a
+    module, which Python refuses at exit.
+    """
     deadline = time.monotonic() + _SHUTDOWN_SECS
     for thread in threads:
-        if not thread.daemon:
+        if not thread.daemon or thread.name.startswith("flaxckpt"):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 _end_process()

@@ -13,9 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import jax
-
-from flaxckpt import _inspect, _storage, errors
+from flaxckpt import _inspect, _state, _storage, errors
 from flaxckpt._report.ui import places
 from flaxckpt._report.ui.places import Location, Places
 
@@ -153,4 +151,5 @@ def _describes_state(file: Path, stamp: object) -> bool:
         target = _inspect.abstract_file.read_target(file)
     except (errors.CheckpointError, OSError):
         return False
-    return bool(jax.tree.leaves(target.state))
+    leaves = _state.flax_state.leaves_by_path(target.state).values()
+    return any(leaf not in ({}, [], ()) for leaf in leaves)
