@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,7 +302,7 @@ class Mark(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """The data of a page on a run, or on a checkpoint.
 
@@ -369,7 +370,7 @@ class Report:
         """The number of checkpoints with a known integrity, good or bad."""
         return sum(check.state != "unknown" for check in self.integrity)
 
-    @property
+    @functools.cached_property
     def faults(self) -> Mapping[int | None, str]:
         """The steps that cannot be used -> `damaged` or `not readable`."""
         return {
