@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt._inspect import best_step
-from flaxckpt._report import copies, flight_recorder, treemap
+from flaxckpt._report import chart_data, copies, flight_recorder, treemap
 from flaxckpt._report.data import (
     Change,
     ChangedLeaf,
@@ -70,7 +70,7 @@ def _recorder(report: Report) -> Content:
     is_run = report.is_run
     return {
         "verdict": flight_recorder.judge(report),
-        "data": flight_recorder.chart_data(report),
+        "data": chart_data.chart_data(report),
         "step": flight_recorder.choose_step(report) if is_run else None,
         "actions": flight_recorder.actions(report),
         "has_track": is_run and bool(report.history),
@@ -143,7 +143,7 @@ def _count_metrics(report: Report) -> Content:
         "gone": len({point.step for point in points if point.is_deleted}),
         "is_ranked": any(point.best == "best" for point in points),
         "drawn": len(drawn),
-        "most": flight_recorder.MOST_METRICS,
+        "most": chart_data.MOST_METRICS,
         "missing": [name for name in report.metrics if name not in drawn][:5],
         "single": {n: v for step in report.steps for n, v in step.metrics.items()},
     }

@@ -226,8 +226,12 @@ class LeafHistory(NamedTuple):
     Attributes:
         path: The leaf path.
         group: The part of the state, as of `ChangedLeaf`.
+        kind: `layer` for parameters and other values that a layer has; `optimizer` for
+            the leaves of the optimizer and for copies, as averages; `other` for
+            counters and random keys.
         norms: Step -> the norm, ascending; NaN if a value in the sample is not finite.
-        mean: The mean at the last step, as the next three.
+        mean: The mean at the last step, as the next three, of the finite values; NaN
+            without any, as the next two.
         min: The smallest finite value.
         max: The largest finite value.
         nonfinite: The number of NaNs and infinities in the sample.
@@ -236,6 +240,7 @@ class LeafHistory(NamedTuple):
 
     path: str
     group: str
+    kind: Literal["layer", "optimizer", "other"]
     norms: Mapping[int, float]
     mean: float
     min: float

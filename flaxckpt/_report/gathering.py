@@ -144,7 +144,11 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         parts=size_groups.divide(rest) if rest else (),
         tree=tuple(_tree_row(tree) for tree in rest),
         change=_compare_steps(root, listing, good, repeated, options, notes),
-        leaf_histories=_leaf_histories(root, repeated) if listing.is_run else (),
+        leaf_histories=_leaf_histories(
+            root, repeated, {} if metadata is None else metadata.leaves
+        )
+        if listing.is_run
+        else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
         source_outcome=save_history.source_outcome(events),
@@ -183,7 +187,11 @@ def _tree_row(tree: Subtree) -> TreeRow:
 def _no_journal_note(listing: Listing) -> str:
     if not listing.is_run:
         return "A single checkpoint has no journal of saves."
-    return f"The run has no journal of saves ({_steps.journal.NAME})."
+    path = _storage.paths.from_text(listing.path) / _steps.journal.NAME
+    storage = _storage.of(path)
+    if not storage.costs_requests and storage.exists(path):
+        return f"The journal of saves ({path.name}) has no event that can be read."
+    return f"The run has no journal of saves ({path.name})."
 
 
 def _verdicts(
@@ -429,9 +437,17 @@ def _rank(group: str) -> tuple[bool, bool, str]:
 
 
 def _leaf_histories(
-    root: Path, repeated: Sequence[copies.Copy]
+    root: Path,
+    repeated: Sequence[copies.Copy],
+    infos: Mapping[LeafPath, LeafInfo],
 ) -> tuple[LeafHistory, ...]:
-    """Returns the recorded statistics of leaves; a step saved again counts once."""
+    """Returns the recorded statistics of leaves; a step saved again counts once.
+
+    Args:
+        root: The run directory.
+        repeated: The copies in the newest step that can be read.
+        infos: The leaves of that step.
+    """
     recorded = {samples.step: samples for samples in _run.sample_log.read(root)}
     steps = sorted(recorded)
     norms: dict[LeafPath, dict[int, float]] = {}
@@ -442,6 +458,8 @@ def _leaf_histories(
     for step in steps:
         for path, leaf in recorded[step].leaves.items():
             norms.setdefault(path, {})[step] = math.nan if leaf.nonfinite else leaf.norm
+            if not any(leaf.histogram):  # without a finite value
+                leaf = leaf._replace(mean=math.nan, min=math.nan, max=math.nan)
             last[path] = leaf
             if step in drawn:
                 each = Histogram(leaf.min, leaf.max, leaf.histogram)
@@ -450,6 +468,7 @@ def _leaf_histories(
         LeafHistory(
             path,
             _group(path, repeated),
+            _kind(path, repeated, infos.get(path)),
             norms[path],
             leaf.mean,
             leaf.min,
@@ -460,6 +479,25 @@ def _leaf_histories(
         for path, leaf in last.items()
     ]
     return tuple(sorted(histories, key=lambda leaf: _rank(leaf.group)))
+
+
+def _kind(
+    path: LeafPath, repeated: Sequence[copies.Copy], info: LeafInfo | None
+) -> Literal["layer", "optimizer", "other"]:
+    """Returns the kind of a leaf, by its name if no step has it any more."""
+    if info is None:
+        is_other = path.rpartition("/")[2] in ("step", "count")
+    else:
+        is_other = info.kind == "prng_key" or info.dtype in _COUNTED
+    if is_other:
+        return "other"
+    is_copy = any(path.startswith(f"{copy.path}/") for copy in repeated)
+    has_role = info is not None and info.role is not None
+    return "optimizer" if is_copy or has_role or copies.is_optimizer(path) else "layer"
+
+
+_COUNTED = frozenset(("int32", "int64", "uint32", "uint64", "bool"))
+"""The types of counters and raw random keys; narrower integers may be weights."""
 
 
 # ---- the dataset ------------------------------------------------------------------

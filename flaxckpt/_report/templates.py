@@ -9,6 +9,7 @@ import datetime
 import functools
 import html as standard_html
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,7 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {
         "address": address,
         "row": Row,
-        "short": lambda value: Cell(f"{value:.3g}", value),
+        "short": _short,
         "sortable": _sortable,
         "used": _find_used,
     }
@@ -128,6 +129,10 @@ def _make_printable(value: object) -> object:
 
 def _unless_none(form: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: "" if value is None else form(value)
+
+
+def _short(value: float) -> Cell:
+    return Cell("NaN" if math.isnan(value) else f"{value:.3g}", value)
 
 
 def _sortable(shown: object, value: float | None) -> Cell | str:

@@ -102,7 +102,10 @@ def test_a_damaged_newest_step_does_not_hide_the_sizes_and_the_changes(tmp_path)
     assert (found.change.step_a, found.change.step_b) == (60, 70)
     assert [c.step for c in found.integrity if c.is_bad] == [80]
     page = _report.page(found)
-    assert "One damaged step, newest good 70 (damaged: 80)" in page
+    assert (
+        "One damaged step, newest other 70: files complete, not read (damaged: 80)"
+        in page
+    )
     assert {s.step for s in found.steps} == LASTS
 
 

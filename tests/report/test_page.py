@@ -723,7 +723,7 @@ def test_curves_of_any_numbers_are_json_and_keep_their_ends(values, is_long):
     series = [
         MetricValue(10**9 + n, value, True, None) for n, value in enumerate(values)
     ]
-    drawn = _report.flight_recorder.curve("m", series)
+    drawn = _report.chart_data.curve("m", series)
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
     assert len(drawn["x"]) == len(drawn["y"]) == len(drawn["state"]) <= 1201
     assert drawn["x"] == sorted(set(drawn["x"]))
@@ -934,8 +934,19 @@ def test_the_verdict_on_a_healthy_run_names_its_best_step(run, tmp_path):
 def test_the_verdict_names_damaged_steps_and_the_newest_good_one(run):
     damage(run / "70")
     damage(run / "80")
-    text = "Two damaged steps, newest good 60 (damaged: 70, 80)"
-    assert verdict(gather(run)).text.startswith(text)
+    text = "Two damaged steps, newest {} (damaged: 70, 80)"
+    known = {
+        "good 60": gather(run, verify=True),
+        "other 60: files complete, not read": gather(run),
+    }
+    for newest, found in known.items():
+        assert verdict(found).text.startswith(text.format(newest))
+    unseen = [
+        check._replace(state="unknown") if check.step == 60 else check
+        for check in found.integrity
+    ]
+    found = dataclasses.replace(found, integrity=tuple(unseen))
+    assert verdict(found).text.startswith(text.format("other 60: not looked at"))
     assert verdict(gather(run / "80")).text == "The checkpoint is damaged."
 
 
@@ -970,6 +981,45 @@ def test_the_verdict_on_a_run_that_diverged(tmp_path, is_kept):
     assert verdict(found).state == "bad"
     wanted = 2 if is_kept else 4
     assert _report.flight_recorder.choose_step(found) == wanted
+
+
+@pytest.mark.parametrize(
+    ("keep", "wanted"),
+    [
+        ([BestN(1, "loss", "min"), LatestN(2)], (3, 5)),
+        ([LatestN(9)], (3, 4)),
+        ([BestN(2, "loss", "min")], (2, 3)),
+        ([LatestN(1)], None),
+    ],
+)
+def test_the_steps_around_a_divergence_are_compared(tmp_path, keep, wanted):
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
+        for step in range(1, 7):
+            loss = 1 / step if step < 4 else np.nan
+            saved.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
+    found = gather(tmp_path / "run")
+    if wanted == (2, 3):  # no step after it is left
+        steps = tuple(step for step in found.steps if step.step < 4)
+        found = dataclasses.replace(found, steps=steps)
+    assert _report.flight_recorder.choose_pair(found) == wanted
+
+
+def test_steps_of_a_run_that_did_not_diverge_are_not_special(run):
+    assert _report.flight_recorder.choose_pair(gather(run)) is None
+
+
+def test_numbers_of_a_leaf_without_finite_values_are_no_zeros(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step in (1, 2):
+            on_step(step, {"lost": np.full(9, np.nan), "zero": np.zeros(9)})
+    page = _report.page(gather(tmp_path / "run"))
+    cells = re.findall(r'<tr[^>]*data-path="(\w+)"[^>]*>(.*?)</tr>', page)
+    texts = {path: re.findall("<td[^>]*>(.*?)</td>", row) for path, row in cells}
+    assert texts["lost"] == ["NaN", "NaN", "NaN", "NaN", "9"]
+    assert texts["zero"] == ["0", "0", "0", "0", ""]
 
 
 def test_the_verdict_says_that_the_last_save_failed(run):

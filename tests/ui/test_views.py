@@ -684,14 +684,14 @@ def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
     lines = ["loss 0.2, step 2", "accuracy 0.3, step 1"]
     more = ["error 5, step 2", "perplexity 6, step 2", "and 1 more"]
     shown = all_runs(space)
-    assert best_lines(shown) == {"a": lines, "b": lines + more, "none": []}
+    assert best_lines(shown) == {"a": lines, "b": lines + more, "none": lines[:1]}
     assert list(best_lines(shown)) == ["a", "b", "none"]
     assert "By the best loss, lowest first" in shown
     damage(tmp_path / "a" / "2")
     lines[0] = "loss 0.5, step 1"
     shown = best_lines(all_runs(open_page(tmp_path)))
     assert shown["a"] == lines
-    assert list(shown) == ["b", "a", "none"], "the run with the best value first"
+    assert list(shown) == ["b", "none", "a"], "the run with the best value first"
     damage(tmp_path / "a" / "1")
     assert best_lines(all_runs(open_page(tmp_path)))["a"] == []
 

@@ -20,7 +20,25 @@
     return colours.get(name);
   }
 
-  const runColour = (number) => colourOf(`p${number % PALETTE}`);
+
+  // A run keeps its colour, whatever runs come before it: the one that follows from its
+  // name, or the next that fewest runs have. The tab remembers it.
+  const seats = new Map();
+  try {
+    for (const each of JSON.parse(sessionStorage.flaxckptColours ?? "[]")) seats.set(...each);
+  } catch { /* pages in frames have no storage */ }
+
+  function seatOf(run) {
+    if (!seats.has(run)) {
+      const hash = [...run].reduce((sum, letter) => (31 * sum + letter.codePointAt(0)) % 9973, 7);
+      const order = Array.from({ length: PALETTE }, (_, n) => (hash + n) % PALETTE);
+      const taken = (seat) => [...seats.values()].filter((each) => each === seat).length;
+      seats.set(run, order.reduce((a, b) => (taken(b) < taken(a) ? b : a)));
+      try { sessionStorage.flaxckptColours = JSON.stringify([...seats]); } catch { /* nor here */ }
+    }
+    return seats.get(run);
+  }
+
   const number = (value) => (value === null ? "not finite" : String(value));
   const whole = (value) => Math.round(value).toLocaleString("en");
 
@@ -38,22 +56,77 @@
 
   const view = { range: null, smooth: 0, log: new Set(), hidden: new Set(), open: new Set() };
   let data = null; // of the page
+  let saved = []; // all its steps, ascending
   let extent = [0, 1]; // the first and the last step
   let drawn = []; // what is drawn, each with `draw`
 
   const shownRange = () => view.range ?? extent;
 
+  // The place in `saved` of the step nearest to a place between steps.
+  function nearest(place) {
+    const at = Math.min(Math.max(place, extent[0]), extent[1]);
+    return saved.reduce((best, step, n) => (
+      Math.abs(step - at) < Math.abs(saved[best] - at) ? n : best), 0);
+  }
+
+  // Shows a part of the steps, from a saved step to another: none is cut off.
   function setRange(range) {
-    const [first, last] = extent;
-    const isAll = !range || (range[0] <= first && range[1] >= last);
-    view.range = isAll ? null : [Math.max(first, range[0]), Math.min(last, range[1])];
+    const end = saved.length - 1;
+    let [from, to] = range ? range.map(nearest).sort((a, b) => a - b) : [0, end];
+    if (from === to) [from, to] = [Math.max(from - 1, 0), Math.min(to + 1, end)];
+    view.range = from <= 0 && to >= end ? null : [saved[from], saved[to]];
     showRange();
     redraw();
+    const [first, last] = shownRange();
+    const step = pointed;
+    hideStep(); // the pointer is at another one now, without having moved
+    window.components.hideTip();
+    // The curves change their scales in a microtask.
+    if (step !== null && step >= first && step <= last) queueMicrotask(() => showStep(step));
+    remember();
   }
 
   function redraw() {
     for (const each of drawn) each.draw();
   }
+
+  // ---- the address --------------------------------------------------------------------
+
+  // The range and the chosen step are in the fragment: `#steps=100-200&step=150`. Other
+  // fragments are links to sections, which change neither.
+  const FRAGMENT = /^(#(steps=\d+-\d+)?&?(step=\d+)?)?$/;
+  let remembering = null;
+
+  function fragment() {
+    const range = view.range && `steps=${view.range.join("-")}`;
+    const parts = [range, chosen !== null && `step=${chosen}`].filter(Boolean);
+    return parts.length ? `#${parts.join("&")}` : "";
+  }
+
+  function writeAddress(how) {
+    const old = FRAGMENT.test(location.hash) ? location.hash : "";
+    if (fragment() === old) return;
+    try {
+      history[how](history.state, "", fragment() || location.pathname + location.search);
+    } catch { /* pages in frames may have no address */ }
+  }
+
+  // While a range is dragged, only its last state becomes an entry of the history.
+  function remember() {
+    clearTimeout(remembering);
+    remembering = setTimeout(() => writeAddress("pushState"), 200);
+  }
+
+  function recall() {
+    if (data === null || !FRAGMENT.test(location.hash)) return;
+    const given = new URLSearchParams(location.hash.slice(1));
+    setRange(given.get("steps")?.split("-").map(Number));
+    chooseStep(given.has("step") ? Number(given.get("step")) : null);
+    clearTimeout(remembering);
+    writeAddress("replaceState");
+  }
+
+  addEventListener("popstate", recall);
 
   // Hides the rows of other steps, and says which steps are shown.
   function showRange() {
@@ -76,6 +149,12 @@
     b: "the best", k: "kept", g: "would be deleted", d: "deleted since",
     x: "damaged, or not readable",
   };
+
+  // What became of a step: of a deleted one also why.
+  function fateOf(step, state) {
+    const why = state === "d" && (data.steps?.why[step] ?? data.steps?.why[""]);
+    return STATES[state] + (why ? `: ${why}` : "");
+  }
 
   // Averages exponentially, without a bias to the first value.
   function smoothen(values, share) {
@@ -164,7 +243,10 @@
         legend: { show: false },
         cursor: {
           drag: { x: true, y: false, setScale: false },
-          sync: { key: "steps", setSeries: false },
+          // A drag is of one curve: the others follow its range afterwards.
+          sync: {
+            key: "steps", setSeries: false, filters: { pub: (type) => /move|leave/.test(type) },
+          },
           points: { size: 9 },
           y: false,
         },
@@ -188,10 +270,14 @@
       over.setAttribute("role", "img");
       over.setAttribute("aria-label", `${this.name} over steps: ${this.facts.textContent}`);
       over.addEventListener("dblclick", () => setRange(null));
-      over.addEventListener("pointermove", (event) => this.tip(event.offsetX));
-      over.addEventListener("pointerdown", (event) => this.tip(event.offsetX));
+      over.addEventListener("pointermove", (event) => this.tip(event.offsetX, event.offsetY));
+      over.addEventListener("pointerdown", (event) => this.tip(event.offsetX, event.offsetY));
       over.addEventListener("keydown", (event) => this.move(event));
-      over.addEventListener("click", () => this.choose());
+      over.addEventListener("click", (event) => {
+        const run = this.runAt(event.offsetX, event.offsetY);
+        if (run) openRun(run.name);
+        else this.choose();
+      });
     }
 
     draw() {
@@ -215,19 +301,32 @@
         if (view.hidden.has(line.name)) return [];
         const at = line.x.indexOf(step);
         if (at < 0) return [];
-        const state = STATES[line.state?.[at]];
-        const text = number(line.y[at]) + this.unit + (state ? `, ${state}` : "");
+        const state = line.state?.[at];
+        const text = number(line.y[at]) + this.unit + (state ? `, ${fateOf(step, state)}` : "");
         return [this.lines.length > 1 ? `${line.name}: ${text}` : text];
       });
     }
 
-    tip(place) {
+    // Returns the run whose value at the nearest step is at a place, of several runs.
+    runAt(x, y) {
+      const step = this.plot.data[0][this.plot.posToIdx(x)];
+      const shown = data.runs ? this.lines.filter((line) => !view.hidden.has(line.name)) : [];
+      const places = shown.map((line) => this.plot.valToPos(line.y[line.x.indexOf(step)], "y"));
+      const far = places.map((place) => Math.abs(place - y)); // NaN without a value
+      const least = Math.min(...far.filter((each) => each < 16));
+      return shown[far.indexOf(least)];
+    }
+
+    tip(place, height) {
+      const run = this.runAt(place, height);
+      this.plot.over.classList.toggle("opens", run !== undefined);
       const index = this.plot.posToIdx(place);
       const step = this.plot.data[0][index];
       if (step === undefined) return;
       const texts = this.textsAt(index);
+      if (texts.length > 12) texts.splice(10, Infinity, `and ${texts.length - 10} more`);
       this.plot.over.dataset.tip = this.lines.length > 1
-        ? [`${this.name}, step ${whole(step)}`, ...texts].join("\n")
+        ? [`${this.name}, step ${whole(step)}`, ...texts, ...(run ? [`A click opens ${run.name}`] : [])].join("\n")
         : `${this.name}\nstep ${whole(step)}: ${texts[0] ?? "none"}`;
     }
 
@@ -336,8 +435,10 @@
     return String(Number(value.toPrecision(5)));
   }
 
-  // Shows a step in all curves.
+  let pointed = null; // the step that a row, a key or a mark shows in all curves
+
   function showStep(step) {
+    pointed = step ?? null;
     for (const each of drawn) {
       const plot = each.plot;
       if (!plot || step === undefined) continue;
@@ -348,6 +449,7 @@
   }
 
   function hideStep() {
+    pointed = null;
     for (const each of drawn) {
       each.plot?.setCursor({ left: -10, top: -10 }, false, false);
       if (each.output) each.output.textContent = "";
@@ -355,7 +457,7 @@
   }
 
   document.addEventListener("pointermove", (event) => {
-    if (!(event.target instanceof Element) || event.target.closest(".plot")) return;
+    if (!(event.target instanceof Element) || event.target.closest(".plot, .lanes")) return;
     const row = event.target.closest("tr[data-step]");
     if (row) showStep(Number(row.dataset.step));
     else hideStep();
@@ -392,15 +494,46 @@
   }
 
   const LANES = [["steps", 15], ["events", 37], ["stalls", 59]];
-  const GLYPHS = {
-    stopped: "■", resumed: "▲", preempted: "■", fell_back: "◆", failed: "×",
-    found_damaged: "▼", found_good: "△", diverged: "‼",
+  const EVENTS = {
+    stopped: ["■", "the process ended"], resumed: ["▲", "resumed"],
+    preempted: ["■", "preempted"], fell_back: ["◆", "an older step was restored"],
+    failed: ["×", "a save failed"], found_damaged: ["▼", "found damaged"],
+    found_good: ["△", "found good"], diverged: ["‼", "not finite from here on"],
   };
   const GRAVE = new Set(["failed", "found_damaged", "diverged", "stopped"]);
 
+  const colourOfEvent = (kind) => (GRAVE.has(kind) ? "bad" : "link");
+  const COLOURS = { b: "blocked", k: "behind", g: "behind", d: "soft", x: "bad" };
+
+  // A list of signs and their meanings; a line of a chart has a swatch as its sign.
+  function key(entries) {
+    return create("ul", { className: "legend" }, ...entries.map(([sign, colour, meaning]) => {
+      const mark = create("span", { className: sign ? "sign" : "swatch", textContent: sign });
+      mark.style[sign ? "color" : "background"] = `var(--${colour})`;
+      return create("li", {}, mark, meaning);
+    }));
+  }
+
+  // What is in the lanes and on the first curve of this run.
+  function keyOfTrack() {
+    const { steps, events, saves } = data;
+    const states = Object.keys(STATES).filter((state) => steps.state.includes(state));
+    const kinds = Object.keys(EVENTS).filter((kind) => events.some((each) => each[1] === kind));
+    const entries = states.map((state) => [state === "g" ? "○" : "●", COLOURS[state], STATES[state]]);
+    entries.push(...kinds.map((kind) => [EVENTS[kind][0], colourOfEvent(kind), EVENTS[kind][1]]));
+    const longest = longestStall(saves);
+    if (longest) entries.push(["▮", "blocked", `training waited, ${duration(longest)} at most`]);
+    return key(entries);
+  }
+
+  const longestStall = (saves) => saves.blocked.reduce((a, secs) => Math.max(a, secs ?? 0), 0);
+
   class Lanes extends Strip {
     constructor() {
-      super("lanes", 72, "Steps, events and stalls of saves");
+      super("lanes", 80, "Steps, events and stalls of saves: the arrow keys move between them");
+      this.canvas.tabIndex = 0;
+      this.canvas.setAttribute("role", "slider");
+      this.canvas.addEventListener("keydown", (event) => this.move(event));
       this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX, event.offsetY));
       this.canvas.addEventListener("click", () => this.at !== undefined && chooseStep(this.at));
     }
@@ -411,6 +544,8 @@
       const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
       context.fillStyle = colourOf("soft");
       for (const [name, y] of LANES) context.fillText(name, 2, y);
+      const longest = longestStall(data.saves);
+      if (longest) context.fillText(`≤ ${duration(longest)}`, 2, 72); // their scale
       this.marks = [];
       const { steps, events, saves } = data;
       steps.x.forEach((step, n) => {
@@ -422,7 +557,7 @@
         context.globalAlpha = state === "d" ? 0.35 : 1;
         const half = isTall ? 8 : 4;
         context.fillRect(place(step) - 1, 15 - half, state === "d" ? 1.4 : 2.4, 2 * half);
-        this.marks.push([place(step), 15, step, `step ${whole(step)}: ${STATES[state]}`]);
+        this.marks.push([place(step), 15, step, `step ${whole(step)}: ${fateOf(step, state)}`]);
       });
       context.globalAlpha = 1;
       context.textAlign = "center";
@@ -431,12 +566,11 @@
         if (!isShown(step)) continue;
         const x = place(step) + 11 * (count.get(step) ?? 0);
         count.set(step, (count.get(step) ?? 0) + 1);
-        context.fillStyle = colourOf(GRAVE.has(kind) ? "bad" : "link");
-        context.fillText(GLYPHS[kind], x, 37);
+        context.fillStyle = colourOf(colourOfEvent(kind));
+        context.fillText(EVENTS[kind][0], x, 37);
         this.marks.push([x, 37, step, text]);
       }
       context.textAlign = "left";
-      const longest = Math.max(...saves.blocked.map((secs) => secs ?? 0), 1e-9);
       saves.x.forEach((step, n) => {
         const secs = saves.blocked[n];
         if (!secs || !isShown(step)) return;
@@ -452,11 +586,30 @@
       const lane = LANES.reduce((a, b) => (Math.abs(b[1] - y) < Math.abs(a[1] - y) ? b : a))[1];
       const near = this.marks.filter((mark) => mark[1] === lane)
         .sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x))[0];
-      const isNear = near && Math.abs(near[0] - x) < 14;
-      this.at = isNear ? near[2] : undefined;
-      if (isNear) this.canvas.dataset.tip = near[3];
+      this.show(near && Math.abs(near[0] - x) < 14 ? near : undefined);
+    }
+
+    show(mark) {
+      this.at = mark?.[2];
+      if (mark) this.canvas.dataset.tip = mark[3];
       else delete this.canvas.dataset.tip;
-      if (isNear) showStep(near[2]);
+      if (mark) showStep(mark[2]);
+    }
+
+    // The arrow keys move from mark to mark, of all lanes; Enter chooses the step.
+    move(event) {
+      const marks = this.marks.sort((a, b) => a[2] - b[2] || a[1] - b[1]);
+      const at = marks.findIndex((mark) => mark[3] === this.canvas.dataset.tip);
+      const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: marks.length - 1 };
+      if (event.key === "Enter" && this.at !== undefined) chooseStep(this.at);
+      else if (event.key in moves && marks.length) {
+        const mark = marks[Math.min(Math.max(moves[event.key], 0), marks.length - 1)];
+        const { left, top } = this.canvas.getBoundingClientRect();
+        this.show(mark);
+        this.canvas.setAttribute("aria-valuetext", mark[3]);
+        window.components.showTip(mark[3], left + mark[0], top + mark[1]);
+      } else return;
+      event.preventDefault();
     }
   }
 
@@ -490,15 +643,17 @@
     }
 
     move(event) {
-      const [first, last] = shownRange();
-      const size = last - first;
-      const by = { ArrowLeft: -size / 4, ArrowRight: size / 4 }[event.key];
+      const [from, to] = shownRange().map(nearest);
+      const end = saved.length - 1;
+      const part = Math.max(1, Math.round((to - from) / 4));
+      const by = { ArrowLeft: -part, ArrowRight: part }[event.key];
       if (by !== undefined && view.range) {
-        const start = Math.min(Math.max(first + by, extent[0]), extent[1] - size);
-        setRange([start, start + size]);
-      } else if (event.key === "+") setRange([first + size / 4, last - size / 4]);
-      else if (event.key === "-") setRange([first - size / 2, last + size / 2]);
-      else if (event.key === "Escape") setRange(null);
+        const start = Math.min(Math.max(from + by, 0), end - (to - from));
+        setRange([saved[start], saved[start + to - from]]);
+      } else if (event.key === "+" && to - from > 2) setRange([saved[from + part], saved[to - part]]);
+      else if (event.key === "-") {
+        setRange([saved[Math.max(from - 2 * part, 0)], saved[Math.min(to + 2 * part, end)]]);
+      } else if (event.key === "Escape") setRange(null);
       else return;
       event.preventDefault();
     }
@@ -544,8 +699,9 @@
   function changeOf(cell) {
     if (cell === "!") return "not finite";
     if (cell === ".") return "not recorded";
-    const change = 1e-5 * 10 ** (parseInt(cell, 36) / 35 * DECADES);
-    return `the norm changed by ${Number(change.toPrecision(2))}, relative to the save before`;
+    const percent = 1e-3 * 10 ** (parseInt(cell, 36) / 35 * DECADES);
+    const bound = { 0: " or less", z: " or more" }[cell] ?? "";
+    return `the norm changed by ${Number(percent.toPrecision(2))} %${bound} since the save before`;
   }
 
   // A row of the heat map: a layer at each save, with its histograms when unfolded.
@@ -626,14 +782,17 @@
     context.scale(unit, unit);
     context.font = '11px system-ui, "Segoe UI", Roboto, sans-serif';
     const finite = rows.filter((row) => row[1] !== null && row[2] !== null);
+    context.fillStyle = colourOf("soft");
+    if (!finite.length) return context.fillText("no finite values", 2, 20);
     const low = Math.min(...finite.map((row) => row[1]));
     const high = Math.max(...finite.map((row) => row[2]));
     const place = (value) => 54 + (value - low) / (high - low || 1) * (width - 64);
     rows.forEach(([step, from, to, bins], n) => {
       const base = 24 + (n + 1) * pitch - 6;
-      context.fillStyle = colourOf("soft");
-      context.fillText(shortStep(step), 2, base);
-      if (from === null || to === null) return;
+      const isFinite = from !== null && to !== null;
+      context.fillStyle = colourOf(isFinite ? "soft" : "bad");
+      context.fillText(`${shortStep(step)}${isFinite ? "" : ": no finite values"}`, 2, base);
+      if (!isFinite) return;
       context.beginPath();
       context.moveTo(place(from), base);
       [...bins].forEach((bin, at) => {
@@ -670,7 +829,7 @@
         place.append(curves.figure);
         curves.update([line(main, colourOf("behind"))], main.facts);
       }
-      place.append(...parts.map((part) => part.canvas));
+      place.append(...parts.map((part) => part.canvas), keyOfTrack());
       return curves ? [curves, ...parts] : parts;
     },
     metrics(place) {
@@ -685,11 +844,10 @@
       const { x, blocked, behind } = data.saves;
       if (x.length < 2) return [];
       const curves = new Curves("Seconds of saves", { height: 190, unit: " s" });
-      place.append(curves.figure);
-      curves.update([
-        { name: "training waited", x, y: blocked, colour: colourOf("blocked") },
-        { name: "written in the background", x, y: behind, colour: colourOf("behind") },
-      ]);
+      const entries = [["blocked", "training waited"], ["behind", "written in the background"]];
+      place.append(curves.figure, key(entries.map((entry) => ["", ...entry])));
+      curves.update(entries.map(([colour, name], n) => (
+        { name, x, y: [blocked, behind][n], colour: colourOf(colour) })));
       return [curves];
     },
     layers(place) {
@@ -710,11 +868,12 @@
     },
     // A metric of each run in one picture, for all metrics.
     runs(place) {
+      data.runs.names.forEach(seatOf);
       return data.runs.metrics.map((metric) => {
         const curves = new Curves(metric.name, { height: 260 });
         place.append(curves.figure);
         curves.update(metric.lines.map((each) => ({
-          ...each, colour: runColour(each.number), width: each.live ? 3 : 1.6,
+          ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,
           alpha: each.live ? 1 : 0.85, state: null,
         })));
         return curves;
@@ -727,10 +886,9 @@
       ...data.metrics.flatMap((metric) => metric.x), ...(data.steps?.x ?? []),
       ...(data.runs?.metrics ?? []).flatMap((each) => each.lines.flatMap((l) => l.x)),
     ];
-    const first = steps.reduce((a, b) => Math.min(a, b), Infinity);
-    const last = steps.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (first === last) return [first - 1, last + 1];
-    return first < last ? [first, last] : [0, 1];
+    saved = [...new Set(steps)].sort((a, b) => a - b);
+    if (saved.length > 1) return [saved[0], saved.at(-1)];
+    return saved.length ? [saved[0] - 1, saved[0] + 1] : [0, 1];
   }
 
   let text = null;
@@ -741,6 +899,7 @@
     const source = document.querySelector("[data-charts]");
     const isSame = source?.textContent === text;
     if (!source) return;
+    const isFirst = data === null;
     if (!isSame) {
       text = source.textContent;
       data = { metrics: [], ...JSON.parse(text) };
@@ -757,8 +916,9 @@
       });
     }
     showRange();
-    if (chosen !== null) chooseStep(chosen);
+    chooseStep(chosen);
     redraw();
+    if (isFirst) recall();
   }
 
   // ---- controls -------------------------------------------------------------------------
@@ -787,9 +947,23 @@
   function showSeries() {
     for (const each of document.querySelectorAll("button[data-series]")) {
       each.setAttribute("aria-pressed", String(!view.hidden.has(each.dataset.series)));
-      each.style.setProperty("--series", runColour(Number(each.dataset.number)));
+    }
+    for (const each of document.querySelectorAll("[data-series], #all-runs tr[data-run]")) {
+      const run = each.dataset.series ?? each.dataset.run;
+      if (seats.has(run)) each.style.setProperty("--series", `var(--p${seatOf(run)})`);
     }
   }
+
+  function openRun(name) {
+    const rows = [...document.querySelectorAll("#all-runs tr[data-run]")];
+    rows.find((row) => row.dataset.run === name)?.querySelector("a").click();
+  }
+
+  document.addEventListener("click", (event) => {
+    const row = event.target.closest?.("#all-runs tr[data-run]");
+    const isText = event.target.closest?.("a, button, summary") || String(getSelection());
+    if (row && !isText) openRun(row.dataset.run);
+  });
 
   // Runs that a search leaves out are not drawn either.
   document.addEventListener("input", (event) => {
@@ -802,17 +976,20 @@
 
   // ---- actions --------------------------------------------------------------------------
 
-  // Makes a step the one that the actions are about.
-  function chooseStep(step) {
-    chosen = step;
-    const state = data.steps?.state[data.steps.x.indexOf(step)]; // none for many runs
-    const lost = { d: ", deleted", x: ", damaged" }[state] ?? "";
+  // Makes a step the one that the actions are about; null is the one of the page.
+  function chooseStep(given) {
+    chosen = given;
     for (const menu of document.querySelectorAll("menu.actions")) {
+      const step = given ?? Number(menu.dataset.step);
+      const at = data.steps.x.indexOf(step);
+      const lost = at < 0 ? ", not in this run"
+        : { d: ", deleted", x: ", damaged" }[data.steps.state[at]] ?? "";
       menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
       for (const button of menu.querySelectorAll("button")) {
         button.disabled = lost !== "" && button.dataset.copy.includes("{step}");
       }
     }
+    remember();
   }
 
   async function copy(button) {

@@ -26,6 +26,10 @@
     tip.style.top = `${Math.max(4, top)}px`;
   }
 
+  function hideTip() {
+    tip.hidden = true;
+  }
+
   // Returns the tip of a mark or of an element around it. A <title>, which a browser
   // would show late and again, becomes data-tip.
   function tipOf(target) {
@@ -45,15 +49,15 @@
     if (!(event.target instanceof Element)) return;
     const text = tipOf(event.target);
     if (text) showTip(text, event.clientX, event.clientY);
-    else tip.hidden = true;
+    else hideTip();
   }
 
   document.addEventListener("pointermove", point, { passive: true });
   document.addEventListener("pointerdown", point, { passive: true });
-  document.addEventListener("scroll", () => { tip.hidden = true; }, true);
-  page.addEventListener("pointerleave", () => { tip.hidden = true; });
+  document.addEventListener("scroll", hideTip, true);
+  page.addEventListener("pointerleave", hideTip);
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") tip.hidden = true;
+    if (event.key === "Escape") hideTip();
   });
 
   // ---- tables -----------------------------------------------------------------------
@@ -126,7 +130,7 @@
     let found = 0;
     let all = 0;
     for (const entry of scope.querySelectorAll("tbody tr, [data-leaf]")) {
-      const text = `${entry.dataset.path ?? ""} ${textOf(entry)}`.toLowerCase();
+      const text = `${entry.dataset.path ?? entry.dataset.words ?? ""} ${textOf(entry)}`.toLowerCase();
       const fits = hasWords(text, words);
       entry.hidden = !fits;
       found += fits;
@@ -193,5 +197,5 @@
     }
   }
 
-  window.components = { refresh };
+  window.components = { refresh, showTip, hideTip };
 })();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt import _inspect, errors
-from flaxckpt._report import content, gathering, templates
+from flaxckpt._report import content, flight_recorder, gathering, templates
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.places import Location
@@ -41,9 +41,14 @@ def _choose_steps(
 ) -> tuple[int | None, int | None]:
     """Returns the steps of a request; by default the newest good one, and one before.
 
-    Steps of the request stay, whatever their state: comparing them tells what is wrong.
+    Of a run that diverged, they are those around it. Steps of the request stay,
+    whatever their state: comparing them tells what is wrong.
     """
     a, b = query.number("a"), query.number("b")
+    if a is None and b is None and other == place:
+        pair = flight_recorder.choose_pair(workspace.report(place))
+        if pair is not None:
+            return pair
     if b is None:
         b = max(forms.good_steps(workspace.report(other)), default=None)
     if a is None:

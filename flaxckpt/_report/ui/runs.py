@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import math
+import re
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from flaxckpt import errors
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report import flight_recorder, templates
+from flaxckpt._report import chart_data, flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import MetricValue, Report, last_good
 from flaxckpt._report.ui import feeds, frame, overview
@@ -81,15 +84,33 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     checkpoints = [report for report in reports.values() if not report.is_run]
     single = [name for each in checkpoints for s in each.steps for name in s.metrics]
     shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_COLUMNS]
-    ranked, order = _rank(reports)
+    rankings = _find_rankings(reports)
+    chosen = query.text("rank")
+    default, *others = rankings.items()
+    ranking = rankings.get(chosen, default[1])
+    ranked, order = _rank(reports, ranking)
+    orders = [("", default[1].text), *((key, each.text) for key, each in others)]
+    by = query.text("group") if query.text("group") in _GROUPS else ""
+    groups: dict[str, list[Content]] = {}
+    for run in ranked:
+        row = _describe(run, reports[run], shown, ranking)
+        groups.setdefault(_name_group(run, reports[run], by), []).append(row)
+    if unread:
+        groups.setdefault("cannot be read" if by else "", [])
     return templates.render(
         "ui/runs.html",
         version=version,
         waiting=len(names) - len(reports) - len(unread),
-        curves=flight_recorder.draw_runs(curves, names, live) if metrics else "",
+        curves=chart_data.draw_runs(curves, names, live) if metrics else "",
         order=order,
+        # A list with other choices is another one, in which the page keeps nothing.
+        orders_id=f"rank-{zlib.crc32(repr(orders).encode())}",
+        orders=orders if len(names) > 1 else [],
+        rank=chosen,
+        group_choices=list(_GROUPS.items()),
+        group=by,
         names=shown,
-        rows=[_describe(run, reports[run], shown) for run in ranked],
+        groups=groups,
         unread=unread,
         more=list(workspace.places.runs)[_MOST_RUNS:],
     )
@@ -121,43 +142,118 @@ def _bests(report: Report) -> list[tuple[str, MetricValue]]:
     ]
 
 
-def _rank(reports: Mapping[str, Report]) -> tuple[list[str], str]:
-    """Returns the runs by the metric that most of them rank steps by, and their order.
+class _Ranking(NamedTuple):
+    """What the runs are ordered by.
+
+    Attributes:
+        metric: The metric; None for the names.
+        mode: `min` if the lowest value is the best.
+    """
+
+    metric: str | None
+    mode: Literal["min", "max"]
+
+    @property
+    def text(self) -> str:
+        if self.metric is None:
+            return "name"
+        end = "highest" if self.mode == "max" else "lowest"
+        return f"the best {errors.printable(self.metric)}, {end} first"
+
+
+def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
+    """Returns the choices of a ranking: those of the policies of most runs first.
+
+    A metric without a policy may be ranked either way. The last one is by name.
+    """
+    counts = collections.Counter(
+        _Ranking(name, best.mode)
+        for report in reports.values()
+        for name, best in _bests(report)
+        if best.mode is not None
+    )
+    found = [ranking for ranking, _ in counts.most_common()]
+    known = {ranking.metric for ranking in found}
+    others = dict.fromkeys(name for each in reports.values() for name in each.metrics)
+    modes: tuple[Literal["min", "max"], ...] = ("min", "max")
+    if known:
+        found.append(_Ranking(None, "min"))
+    else:
+        found.insert(0, _Ranking(None, "min"))
+    found += [_Ranking(n, mode) for n in others if n not in known for mode in modes]
+    return {f"{each.mode}:{each.metric or ''}": each for each in found}
+
+
+def _rank(reports: Mapping[str, Report], ranking: _Ranking) -> tuple[list[str], str]:
+    """Returns the runs in the order of a ranking, and the order in words.
 
     Runs without a value come last, by name.
     """
-    bests = {run: dict(_bests(report)) for run, report in reports.items()}
-    names = collections.Counter(name for best in bests.values() for name in best)
-    if not names:
-        return sorted(reports), "By name"
-    [(metric, _)] = names.most_common(1)
-    values = {run: best[metric] for run, best in bests.items() if metric in best}
-    is_max = any(best.mode == "max" for best in values.values())
-    sign = -1 if is_max else 1
+    values = {
+        run: best.value
+        for run, report in reports.items()
+        if (best := _find_best(report, ranking)) is not None
+    }
+    sign = -1 if ranking.mode == "max" else 1
     ranked = sorted(
-        values,
-        key=lambda run: (sign * values[run].value, bool(reports[run].faults), run),
+        values, key=lambda run: (sign * values[run], bool(reports[run].faults), run)
     )
-    end = "highest" if is_max else "lowest"
-    others = sorted(reports.keys() - values.keys())
-    return ranked + others, f"By the best {errors.printable(metric)}, {end} first"
+    return ranked + sorted(reports.keys() - values.keys()), f"By {ranking.text}"
 
 
-def _describe(run: str, report: Report, names: Sequence[str]) -> Content:
+def _find_best(report: Report, ranking: _Ranking) -> MetricValue | None:
+    """Returns the best value of a metric at the steps that can be used."""
+    points = [
+        point
+        for point in report.metrics.get(ranking.metric or "", ())
+        if math.isfinite(point.value) and not point.is_bad and not point.is_deleted
+    ]
+    if ranking.metric is None or not points:
+        return None
+    pick = max if ranking.mode == "max" else min
+    return pick(points, key=lambda point: point.value)
+
+
+_GROUPS = {
+    "": "nothing",
+    "name": "the start of the name",
+    "metrics": "the metrics",
+    "state": "the state",
+}
+
+
+def _name_group(run: str, report: Report, by: str) -> str:
+    """Returns the group of a run: `adam` of `adam-3`, `sweep` of `sweep/lr=0.1`."""
+    if by == "name":
+        folder = run.rpartition("/")[0]
+        return folder or re.sub(r"[-_=.]?\d.*$", "", run) or run
+    if by == "metrics":
+        return ", ".join(report.metrics) or "no metrics"
+    if by == "state":
+        return flight_recorder.judge(report).state
+    return ""
+
+
+def _describe(
+    run: str, report: Report, names: Sequence[str], ranking: _Ranking
+) -> Content:
     """Returns the row of a run, with its newest good step."""
     good = [step for step in report.steps if step.step not in report.faults]
     newest = good[-1] if good else None
-    bests = [
+    first = _find_best(report, ranking)
+    bests = [(ranking.metric, first)] if first is not None else []
+    bests += [(n, best) for n, best in _bests(report) if n != ranking.metric]
+    lines = [
         f"{name} {humanize.number(best.value)}, step {best.step:,}"
-        for name, best in _bests(report)
+        for name, best in bests
     ]
-    if len(bests) > _MOST_BEST:
-        bests[_MOST_BEST:] = [f"and {len(bests) - _MOST_BEST:,} more"]
+    if len(lines) > _MOST_BEST:
+        lines[_MOST_BEST:] = [f"and {len(lines) - _MOST_BEST:,} more"]
     return {
         "run": run,
         "report": report,
         "newest": newest,
-        "bests": bests,
+        "bests": lines,
         "lasts": [_last(report, newest, name) for name in names],
         "state": _state(report, newest),
     }

@@ -1,0 +1,328 @@
+"""The data of the charts: numbers and short texts, which the script of the page draws.
+
+Nothing in them is markup; `templates.to_json` fits them into a page.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from flaxckpt import errors
+from flaxckpt._report import flight_recorder, templates
+from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
+from flaxckpt._types import JSON
+from flaxckpt._util import html, humanize
+
+MOST_METRICS = 12
+"""Further metrics are in the tables only."""
+
+_MOST_POINTS = 1200
+"""Points of a metric; of more, each part of the steps keeps its extremes."""
+
+_MOST_LAYERS, _MOST_COLUMNS = 64, 150
+"""The size of the heat map."""
+
+_MOST_RIDGES = 64
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_LEAST_CHANGE, _DECADES = 1e-5, 6
+"""The range of the heat map's colours: relative changes from 1e-5 to 10."""
+
+
+def chart_data(report: Report) -> dict[str, JSON]:
+    """Returns what the script draws of a run.
+
+    Returns:
+        `metrics`: of each metric its name, mode, steps `x` and values `y`; None is not
+        finite. `steps`: of each step that was ever saved, `x` and its `state`, a letter
+        of `STATES`, and `why` some were deleted. `saves`: steps, seconds blocked and in
+        the background. `events`: step, kind and text. `layers`: the heat map, or None.
+    """
+    return {
+        "metrics": _metrics(report),
+        "steps": _steps(report),
+        "saves": _saves(report),
+        "events": _events(report),
+        "layers": _layers(report),
+    }
+
+
+STATES: Mapping[str, str] = {
+    "b": "the best",
+    "k": "kept",
+    "g": "would be deleted",
+    "d": "deleted since",
+    "x": "damaged, or not readable",
+}
+"""Letter -> the state of a step."""
+
+
+def _metrics(report: Report) -> list[JSON]:
+    drawn = [
+        (name, points)
+        for name, points in report.metrics.items()
+        if any(math.isfinite(point.value) for point in points)
+    ]
+    return [curve(name, points) for name, points in drawn[:MOST_METRICS]]
+
+
+def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
+    """Returns a metric over the steps.
+
+    Args:
+        name: The name.
+        points: Its values, by ascending step.
+    """
+    shown = _thin(points)
+    last = last_good(points) or points[-1]
+    modes = [point.mode for point in points if point.mode is not None]
+    return {
+        "name": errors.printable(name),
+        "mode": modes[-1] if modes else None,
+        "x": [point.step for point in shown],
+        "y": [_number(point.value) for point in shown],
+        "state": "".join(map(_state, shown)),
+        "facts": _facts(points, last),
+    }
+
+
+def _facts(points: Sequence[MetricValue], last: MetricValue) -> str:
+    """Returns the best and the last value of a metric in a phrase."""
+    drawn = [point for point in points if math.isfinite(point.value)]
+    best = [point for point in drawn if point.best == "best"]
+    facts = [_fact("best", point) for point in best[-1:]]
+    facts.append(_fact("last", last))
+    if deleted := sum(point.is_deleted for point in drawn):
+        facts.append(f"{deleted:,} of {len(drawn):,} deleted since")
+    if bad := [f"{point.step:,}" for point in drawn if point.is_bad]:
+        steps = "step" if len(bad) == 1 else "steps"
+        facts.append(f"{steps} {errors.first_few(bad, 3)} damaged or not readable")
+    return ", ".join(facts)
+
+
+def _fact(what: str, point: MetricValue) -> str:
+    reservation = " (cannot be used)" if point.is_bad else ""
+    value = humanize.number(point.value)
+    return f"{what} {value} at step {point.step:,}{reservation}"
+
+
+def _state(point: MetricValue) -> str:
+    if point.is_deleted:
+        return "d"
+    if point.is_bad:
+        return "x"
+    if point.best == "best":
+        return "b"
+    return "k" if point.stays else "g"
+
+
+def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
+    """Returns about `_MOST_POINTS` of many points.
+
+    Each part of the steps keeps its lowest, highest and best values, and the first that
+    is not finite.
+    """
+    if len(points) <= _MOST_POINTS:
+        return points
+    size = -(-len(points) // (_MOST_POINTS // 3))
+    kept: list[MetricValue] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = [point for point in part if math.isfinite(point.value)]
+        odd = [point for point in part if not math.isfinite(point.value)][:1]
+        best = [point for point in part if point.best is not None]
+        ends = [pick(finite, key=_value_of) for pick in (min, max) if finite]
+        chosen = {point.step for point in (*ends, *odd, *best)}
+        kept += [point for point in part if point.step in chosen]
+    return kept if kept[-1] is points[-1] else [*kept, points[-1]]
+
+
+def _value_of(point: MetricValue) -> float:
+    return point.value
+
+
+def _number(value: float | None) -> float | None:
+    """Returns a number of six digits for JSON; None for one that is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
+
+
+def _steps(report: Report) -> dict[str, JSON]:
+    faults, marks = report.faults, report.marks
+    kept = {step.step for step in report.steps if step.why or not report.policies}
+    states = {
+        saved.step: "d"
+        if not saved.exists
+        else "x"
+        if saved.step in faults
+        else "b"
+        if any(mark.kind == "best" for mark in marks.get(saved.step, ()))
+        else "k"
+        if saved.step in kept
+        else "g"
+        for saved in report.history
+    }
+    return {
+        "x": [*states],
+        "state": "".join(states.values()),
+        "why": _reasons(report),
+    }
+
+
+def _reasons(report: Report) -> dict[str, JSON]:
+    """Returns deleted step -> why; the commonest reason is under "" for all others."""
+    why = {
+        str(saved.step): errors.printable(saved.reason or "not recorded")
+        for saved in report.history
+        if not saved.exists
+    }
+    if not why:
+        return {}
+    [(common, _)] = collections.Counter(why.values()).most_common(1)
+    others = {step: reason for step, reason in why.items() if reason != common}
+    return {"": common, **others}
+
+
+def _saves(report: Report) -> dict[str, JSON]:
+    durable = [save for save in report.saves if save.step is not None]
+    durable = [save for save in durable if save.outcome == "durable"][-_MOST_POINTS:]
+    return {
+        "x": [save.step for save in durable],
+        "blocked": [_number(save.blocked_secs) for save in durable],
+        "behind": [_number(save.behind_secs) for save in durable],
+    }
+
+
+def _events(report: Report) -> list[JSON]:
+    """Returns what happened to a run, by step, with a text for each."""
+    found: list[tuple[int, str, str]] = []
+    for resume in flight_recorder.find_resumes(report):
+        if resume.stopped is not None and resume.stopped >= resume.step:
+            text = f"the process ended after the save of step {resume.stopped:,}"
+            found.append((resume.stopped, "stopped", text))
+        when = humanize.when(resume.time)
+        found.append(
+            (resume.step, "resumed", f"resumed from step {resume.step:,}, {when}")
+        )
+    for event in report.happened:
+        if event.step is not None and event.kind in _HAPPENINGS:
+            name = f"step {event.step:,}: {_HAPPENINGS[event.kind]}"
+            text = ", ".join(filter(None, (name, errors.printable(event.why))))
+            found.append((event.step, event.kind, text))
+    for save in report.saves:
+        if save.step is not None and save.has_failed:
+            text = f"step {save.step:,}: {errors.printable(save.failure or '')}"
+            found.append((save.step, "failed", text))
+    if (diverged := flight_recorder.find_divergence(report)) is not None:
+        name = errors.printable(diverged.metric)
+        text = f"{name} is not finite from step {diverged.step:,} on"
+        found.append((diverged.step, "diverged", text))
+    return [[*each] for each in sorted(found)[-_MOST_POINTS:]]
+
+
+_HAPPENINGS = {
+    "preempted": "preempted",
+    "fell_back": "a restore fell back to an older step",
+    "found_damaged": "found damaged",
+    "found_good": "found good",
+}
+
+# ---- several runs -----------------------------------------------------------------
+
+
+def draw_runs(
+    metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]],
+    runs: Sequence[str],
+    live: Collection[str],
+) -> html.Markup:
+    """Returns the section with the metrics of several runs, a line for each run.
+
+    Args:
+        metrics: Metric -> run -> its values, by ascending step.
+        runs: The names of all runs, which get their colours in this order.
+        live: The runs that are drawn strongest.
+    """
+    drawn = [
+        {
+            "name": errors.printable(name),
+            "lines": [
+                curve(run, values) | {"live": run in live}
+                for run, values in lines.items()
+            ],
+        }
+        for name, lines in metrics.items()
+    ]
+    shown = {run for lines in metrics.values() for run in lines}
+    return templates.render(
+        "runs.html",
+        runs=sorted(shown),
+        data={"runs": {"names": [*map(errors.printable, runs)], "metrics": drawn}},
+    )
+
+
+# ---- layers -----------------------------------------------------------------------
+
+
+def _layers(report: Report) -> dict[str, JSON] | None:
+    """Returns the relative change of the norms of each layer at each save."""
+    layers = flight_recorder.group_layers(report)
+    leaves = itertools.chain.from_iterable(layers.values())
+    steps = sorted({step for leaf in leaves for step in leaf.norms})
+    if len(steps) < 2:
+        return None
+    changes = {
+        name: flight_recorder.find_changes(inside) for name, inside in layers.items()
+    }
+    shown = {
+        *sorted(layers, key=lambda name: -max(changes[name].values()))[:_MOST_LAYERS]
+    }
+    columns = _columns(steps[1:])
+    ridges = [leaf for name in layers if name in shown for leaf in layers[name]]
+    return {
+        "x": [column[-1] for column in columns],
+        "names": [errors.printable(name) for name in layers if name in shown],
+        "cells": [
+            "".join(_cell(changes[name], column) for column in columns)
+            for name in layers
+            if name in shown
+        ],
+        "hidden": len(layers) - len(shown),
+        "ridges": [
+            _ridges(leaf, leaf.path.rpartition("/")[0] or leaf.path)
+            for leaf in ridges[:_MOST_RIDGES]
+        ],
+    }
+
+
+def _columns(steps: Sequence[int]) -> list[Sequence[int]]:
+    size = -(-len(steps) // _MOST_COLUMNS)
+    return [steps[start : start + size] for start in range(0, len(steps), size)]
+
+
+def _cell(changes: Mapping[int, float], column: Iterable[int]) -> str:
+    """Returns a digit of base 36 for a change, `!` if not finite, `.` for none."""
+    values = [changes[step] for step in column if step in changes]
+    if not values:
+        return "."
+    value = max(values)
+    if not math.isfinite(value):
+        return "!"
+    decades = math.log10(max(value, _LEAST_CHANGE) / _LEAST_CHANGE)
+    return _DIGITS[min(35, round(35 * decades / _DECADES))]
+
+
+def _ridges(leaf: LeafHistory, layer: str) -> JSON:
+    """Returns the histograms of a leaf: each bin a digit of base 36."""
+    rows: list[JSON] = []
+    for step, histogram in leaf.histograms.items():
+        most = max(histogram.counts, default=0) or 1
+        bins = "".join(_DIGITS[round(35 * n / most)] for n in histogram.counts)
+        rows.append([step, _number(histogram.min), _number(histogram.max), bins])
+    return {
+        "path": errors.printable(leaf.path),
+        "layer": errors.printable(layer),
+        "rows": rows,
+    }

@@ -1,0 +1,129 @@
+"""Runs that lack something, have too much of it, or are damaged: the page says so."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt import _report
+from flaxckpt._inspect.history import SavedStep
+from flaxckpt._report.data import MetricValue
+from tests.report.test_browser import browser, show  # noqa: F401
+
+HOSTILE = "</div></script><script>document.title='run'</script><!--\"'>"
+
+
+def gather(root):
+    return _report.gather(root, _report.ReportOptions())
+
+
+def run_of(root, rows, state=None):
+    """Saves steps with metrics and statistics; returns the run directory."""
+    with flaxckpt.Checkpointer(root) as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step, metrics in rows.items():
+            on_step(step, state or {"w": np.full(3, step)}, metrics=metrics)
+    return root
+
+
+def damage_journals(root):
+    run_of(root, {1: {"m": 1.0}, 2: {"m": 0.5}})
+    for journal in root.glob("*.jsonl"):
+        whole = journal.read_bytes()
+        journal.write_bytes(b"\x00\xff{}\n[1]\nnull\n" + whole[: len(whole) // 2])
+    return gather(root)
+
+
+def ten_thousand_steps(root):
+    report = gather(run_of(root, {1: {"m": 1.0}, 2: {"m": 0.5}}))
+    steps = range(0, 100_000, 10)
+    values = tuple(MetricValue(n, math.sin(n / 999), True, None) for n in steps)
+    history = tuple(SavedStep(n, deleted=1.0, reason=f"why {n % 7}") for n in steps)
+    saves = tuple(report.saves[0]._replace(step=n) for n in steps)
+    return dataclasses.replace(
+        report, metrics={"m": values}, history=history, saves=saves
+    )
+
+
+ODD = {
+    "no steps": (lambda root: gather(run_of(root, {})), "No steps yet."),
+    "one step": (
+        lambda root: gather(run_of(root, {5: {"m": 1.0}})),
+        "Healthy, last 1 at step 5 (m).",
+    ),
+    "no metrics": (
+        lambda root: gather(run_of(root, {1: {}, 2: {}})),
+        "No metrics are stored with the steps.",
+    ),
+    "only NaN": (
+        lambda root: gather(
+            run_of(
+                root,
+                {1: {"m": math.nan}, 2: {"m": math.nan}},
+                {"w": np.full(3, math.nan)},
+            )
+        ),
+        "Diverged at 1: NaN since; no step has a finite value.",
+    ),
+    "damaged journals": (damage_journals, "2 existing steps"),
+    "ten thousand steps": (ten_thousand_steps, "10,000 deleted"),
+    "long names": (
+        lambda root: gather(
+            run_of(
+                root,
+                {1: {"m" * 500: 1.0}, 2: {"m" * 500: 2.0}},
+                {"w" * 200: np.ones(3)},
+            )
+        ),
+        "m" * 500,
+    ),
+    "hostile names": (
+        lambda root: gather(
+            run_of(
+                root, {1: {HOSTILE: 1.0}, 2: {HOSTILE: 0.5}}, {HOSTILE: np.ones((2, 2))}
+            )
+        ),
+        HOSTILE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_run_is_said_to_be_so_without_errors(show, tmp_path, name):  # noqa: F811
+    make, said = ODD[name]
+    opened = show(make(tmp_path / "run"), width=390)
+    page = opened.page
+    assert said in page.inner_text("body")
+    for section in page.query_selector_all("section > details:not([open]) > summary"):
+        section.click()
+    for selector in (".u-over", "canvas.lanes", "canvas.brush", ".heat canvas"):
+        for each in page.query_selector_all(selector)[:2]:
+            each.hover()
+            each.click()
+    for selector in ("canvas.lanes", "canvas.brush", ".u-over", ".layer"):
+        if page.locator(selector).count():
+            for key in ("End", "ArrowLeft", "Enter", "+", "ArrowRight", "-", "Escape"):
+                page.locator(selector).first.press(key)
+    assert opened.messages == []
+    assert opened.requests == [opened.requests[0]]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.title().endswith("flaxckpt report")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_run_is_a_page_of_tables_without_a_script(browser, tmp_path, name):  # noqa: F811
+    make, _ = ODD[name]
+    report = make(tmp_path / "run")
+    file = tmp_path / "report.html"
+    file.write_text(_report.page(report), encoding="utf-8")
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(file.as_uri())
+    assert page.locator("#steps tbody tr").count() == min(200, len(report.history))
+    assert page.locator(".verdict").is_visible()
+    assert page.locator(".control:visible, .drawn:visible").count() == 0
+    context.close()

@@ -1,0 +1,154 @@
+"""All runs on a page in a real browser: colours, rankings, groups, search, links."""
+
+import re
+
+import numpy as np
+import pytest
+
+import flaxckpt
+from flaxckpt.policies import BestN, LatestN
+from tests.helpers import legible
+from tests.helpers.ui_server import serving
+from tests.ui.test_browser import Page, browser, sync_api  # noqa: F401
+
+expect = sync_api.expect
+NAMES = [f"{kind}-{n}" for kind in ("adam", "sgd") for n in range(4)]
+
+
+def save_run(root, name, loss):
+    keep = [BestN(1, "loss", "min"), LatestN(9)]
+    with flaxckpt.Checkpointer(root / name, keep=keep) as run:
+        for step in (10, 20):
+            metrics = {"loss": loss / step, "speed": step - loss}
+            if name.startswith("sgd"):
+                metrics["momentum"] = 0.9
+            run.save(step, {"w": np.full(3, step)}, metrics=metrics)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for n, name in enumerate(NAMES):
+        save_run(root, name, 1.0 + n)
+    with serving(root) as server:
+        server.root = root
+        yield server
+
+
+@pytest.fixture
+def opened(browser, served):  # noqa: F811
+    found = Page(browser, served)
+    rows = found.page.locator("#all-runs tr[data-run]")
+    expect(found.page.locator("#runs .message")).to_have_count(0)
+    expect(rows.nth(len(NAMES) - 1)).to_be_visible()
+    yield found
+    assert found.is_quiet, found.messages
+    found.context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_texts_and_targets_are_legible(browser, served, scheme, width):  # noqa: F811
+    opened = Page(browser, served, width=width, scheme=scheme)
+    page = opened.page
+    hidden = page.locator("button[data-series='adam-1']")
+    hidden.press("Enter")
+    expect(hidden).to_have_attribute("aria-pressed", "false")
+    expect(page.locator("#news")).to_have_text("live")
+    found = page.evaluate(legible.FAINT), page.evaluate(legible.SMALL)
+    assert found == ([], [])
+    news, switch = (
+        page.locator(which).bounding_box() for which in ("#news", "button.theme")
+    )
+    assert news["x"] + news["width"] <= switch["x"]
+    middles = [box["y"] + box["height"] / 2 for box in (news, switch)]
+    assert middles[0] == pytest.approx(middles[1], abs=3)
+    assert opened.is_quiet, opened.messages
+    opened.context.close()
+
+
+def order(opened):
+    rows = "all => all.map(each => each.dataset.run)"
+    return opened.page.locator("#all-runs tr[data-run]:visible").evaluate_all(rows)
+
+
+def test_runs_are_ranked_by_the_chosen_metric(opened):
+    assert order(opened)[: len(NAMES)] == NAMES
+    opened.page.select_option("select[name=rank]", label="the best speed, lowest first")
+    caption = opened.page.locator("#all-runs caption")
+    expect(caption).to_have_text("By the best speed, lowest first")
+    assert order(opened)[: len(NAMES)] == NAMES[::-1]
+    best = opened.page.locator("tr[data-run='sgd-3'] td div").first
+    assert best.text_content() == "speed 2, step 10"
+    opened.page.select_option("select[name=rank]", "")
+    expect(caption).to_have_text("By the best loss, lowest first")
+
+
+def test_runs_are_grouped(opened):
+    opened.page.select_option("select[name=group]", "name")
+    captions = opened.page.locator("#all-runs caption")
+    expect(captions.nth(1)).to_contain_text("sgd: By the best loss")
+    assert captions.first.text_content().startswith("adam: ")
+    opened.page.select_option("select[name=group]", "metrics")
+    expect(captions.nth(1)).to_contain_text("loss, speed, momentum: By")
+
+
+def test_a_search_finds_names_and_metrics_in_all_groups(opened):
+    page = opened.page
+    page.select_option("select[name=group]", "name")
+    expect(page.locator("#all-runs caption").nth(1)).to_be_visible()
+    page.fill("#all-runs [data-search]", "momentum")
+    assert {name.partition("-")[0] for name in order(opened)} == {"sgd"}
+    hidden = page.locator("button[data-series='adam-0']")
+    assert hidden.get_attribute("aria-pressed") == "false"
+    page.fill("#all-runs [data-search]", "adam")
+    assert {name.partition("-")[0] for name in order(opened)} == {"adam"}
+    page.fill("#all-runs [data-search]", "")
+
+
+def colours(opened):
+    buttons = opened.page.locator("button[data-series]")
+    seen = (
+        "all => all.map(e => [e.dataset.series, e.style.getPropertyValue('--series')])"
+    )
+    return dict(buttons.evaluate_all(seen))
+
+
+def test_a_run_keeps_its_colour_whatever_comes_before_it(opened, served):
+    page = opened.page
+    before = colours(opened)
+    assert len(before) == len({*before.values()}) == 8
+    swatch = page.locator("tr[data-run='sgd-3'] th")
+    drawn = "each => getComputedStyle(each, '::before').backgroundColor"
+    assert swatch.evaluate(drawn) != "rgba(0, 0, 0, 0)"
+    page.select_option("select[name=rank]", label="the best speed, highest first")
+    save_run(served.root, "aaa", 30.0)
+    expect(page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(page.locator("#all-runs caption")).to_contain_text("By the best speed")
+    now = colours(opened)
+    assert now.items() > before.items()
+    page.reload()
+    expect(page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(page.locator("#runs .message")).to_have_count(0)
+    assert colours(opened) == now
+
+
+def test_a_click_on_a_row_or_a_curve_opens_the_run(opened):
+    page = opened.page
+    page.locator("#all-runs tr[data-run='sgd-1'] td").nth(1).click()
+    page.wait_for_url("**/run?run=sgd-1")
+    page.go_back()
+    over = page.locator("figure[data-metric=loss] .u-over")
+    over.wait_for()
+    box = over.bounding_box()
+    page.mouse.move(box["x"] + 2, box["y"] + box["height"] / 2)
+    expect(page.locator(".tip")).to_contain_text("loss, step 10")
+    found = None
+    for n in range(40):  # down the first step
+        y = box["y"] + n / 40 * box["height"]
+        page.mouse.move(box["x"] + 2, y)
+        found = re.search(r"A click opens (\S+)", page.text_content(".tip"))
+        if found:
+            break
+    page.mouse.click(box["x"] + 2, y)
+    page.wait_for_url(f"**/run?run={found[1]}")
