@@ -24,14 +24,14 @@ from flaxckpt import errors
 from flaxckpt._util import html, humanize
 
 
-class Cell(NamedTuple):
+class ShownCell(NamedTuple):
     """A cell of a table whose text is not the number that the column is sorted by."""
 
     shown: object
     value: float
 
 
-class Row(NamedTuple):
+class ShownRow(NamedTuple):
     """A row of a table.
 
     Attributes:
@@ -115,7 +115,7 @@ def _environment() -> jinja2.Environment:
     }
     environment.globals |= {
         "address": address,
-        "row": Row,
+        "row": ShownRow,
         "short": _short,
         "sortable": _sortable,
         "used": _find_used,
@@ -131,22 +131,22 @@ def _unless_none(form: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: "" if value is None else form(value)
 
 
-def _short(value: float) -> Cell:
-    return Cell("NaN" if math.isnan(value) else f"{value:.3g}", value)
+def _short(value: float) -> ShownCell:
+    return ShownCell("NaN" if math.isnan(value) else f"{value:.3g}", value)
 
 
-def _sortable(shown: object, value: float | None) -> Cell | str:
+def _sortable(shown: object, value: float | None) -> ShownCell | str:
     """Returns a cell that is sorted by a number; empty without one."""
-    return "" if value is None else Cell(shown, value)
+    return "" if value is None else ShownCell(shown, value)
 
 
-def _find_used(rows: Sequence[Row], count: int) -> list[int]:
+def _find_used(rows: Sequence[ShownRow], count: int) -> list[int]:
     """Returns the columns in which a row has a text."""
     return [n for n in range(count) if any(_text_of(row.cells[n]) for row in rows)]
 
 
 def _text_of(cell: object) -> str:
-    return str(cell.shown if isinstance(cell, Cell) else cell)
+    return str(cell.shown if isinstance(cell, ShownCell) else cell)
 
 
 def _attributes(given: Mapping[str, object]) -> html.Markup:
