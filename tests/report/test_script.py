@@ -19,9 +19,8 @@ LOSS = "figure[data-metric='eval/loss']"
 
 
 def visible(opened, selector):
-    return [
-        each for each in opened.page.query_selector_all(selector) if each.is_visible()
-    ]
+    # Locators, as a page that is drawn again replaces elements.
+    return opened.page.locator(selector).locator("visible=true").all()
 
 
 def point_at(opened, selector, part, height=0.5):
