@@ -6,6 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -346,8 +347,10 @@ def assemble(
         rows: Old leaf -> the new leaves in its place.
 
     Raises:
-        OptionError: Two leaves get the same path.
+        OptionError: Two leaves get the same path, or paths are invalid.
     """
+    made = itertools.chain.from_iterable(rows.values())
+    check_paths(row.path for row in made if row.path != row.leaf.info.path)
     new: LeafTable = {}
     origin: dict[LeafPath, LeafPath] = {}
     faults: dict[LeafPath, list[LeafPath]] = {}
@@ -409,16 +412,30 @@ def _moved_optimizer(
     return new.removesuffix(f"/{inner}") if new.endswith(f"/{inner}") else None
 
 
+def check_paths(paths: Iterable[LeafPath]) -> None:
+    """Raises an error if new leaf paths are invalid.
+
+    Raises:
+        OptionError: Names all invalid paths.
+    """
+    invalid = [repr(path) for path in paths if not _is_leaf_path(path)]
+    if invalid:
+        raise errors.OptionError(
+            f"{_util.humanize.count(len(invalid), 'new name')} cannot be a leaf path:\n"
+            + errors.rows(invalid)
+            + "\nParts of a path may not be empty; write % as %25."
+        )
+
+
+def _is_leaf_path(path: LeafPath) -> bool:
+    names = [_state.tree.unescape(part) for part in path.split("/")]
+    keys = [_state.tree.Key(name, "key") for name in names]
+    return "" not in names and _state.tree.join(keys) == path
+
+
 def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
     """Returns the keys of a new path; keys shared with the old path keep their kind."""
     names = [_state.tree.unescape(part) for part in path.split("/")]
-    if (
-        "" in names
-        or _state.tree.join([_state.tree.Key(name, "key") for name in names]) != path
-    ):
-        raise errors.OptionError(
-            f"{path!r} is not a leaf path: parts may not be empty, and % is written %25"
-        )
     old = info.keys
     old_names = [str(key.name) for key in old]
     most = min(len(names), len(old))

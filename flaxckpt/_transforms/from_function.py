@@ -237,6 +237,7 @@ def _assemble(
         shape: Path of each leaf of the result, and the leaf if not computed.
         part_of: Returns a computed leaf by its number.
     """
+    base.check_paths(path for path, _ in shape if path not in table)
     numbers = itertools.count()
     new: LeafTable = {}
     for path, constant in shape:

@@ -1038,10 +1038,14 @@ def test_a_number_that_needs_64_bits_is_refused_where_there_are_32(tmp_path):
 
 
 def test_paths_that_cannot_be_are_refused(tmp_path):
-    state = {"a": jnp.ones(2)}
+    state = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
     for path in ("acc@50%", "", "x//y", "/x"):
-        with pytest.raises(errors.OptionError, match="is not a leaf path"):
+        with pytest.raises(errors.OptionError, match="1 new name cannot be"):
             flaxckpt.save(tmp_path / "c", state, transforms=[rename("a", path)])
+    with pytest.raises(errors.OptionError, match=r"2 new names.*\n.*'50%'\n.*'x//'"):
+        flaxckpt.save(
+            tmp_path / "c", state, transforms=[rename({"a": "50%", "b": "x//"})]
+        )
     odd = {"lin/~/w": jnp.ones(2), "50%": jnp.zeros(1)}
     flaxckpt.save(tmp_path / "d", odd, transforms=[from_function(lambda tree: tree)])
     assert_equal(odd, flaxckpt.load(tmp_path / "d"))
