@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import _policy_forms, errors
 from flaxckpt.cli._parameters import Option
+from flaxckpt.policies import PreservationPolicy  # its module fills `FORMS`
 
 if TYPE_CHECKING:
     from flaxckpt._run.judge import Rules
-    from flaxckpt.policies import PreservationPolicy
 
 _EXAMPLES = ", ".join(form.example for form in _policy_forms.FORMS.values())
 

@@ -47,7 +47,7 @@ def ls(
     ] = "step",
     watch: Annotated[
         bool,
-        Option("--watch", "-w", help="Go on, and show new steps until Ctrl-C."),
+        Option("--watch", "-w", help="Show new steps as they are saved, until Ctrl-C."),
     ] = False,
     keep: _policies.KeepOption = None,
     config: _policies.ConfigOption = None,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import cli
+from flaxckpt import _policy_forms, cli
 from flaxckpt.cli import _output, app, main
 from tests import ROOT
 
@@ -92,6 +92,15 @@ def test_every_verb_wants_its_arguments(verb, command):
 
 
 @pytest.mark.slow
+def test_a_process_names_all_policies(here):
+    examples = [form.example for form in _policy_forms.FORMS.values()]
+    assert "latest:3" in examples
+    helped = " ".join(run("ls", "--help").stdout.split())
+    refused = run("ls", "run", "--keep", "newest").stderr
+    for text in (helped, refused):
+        assert [example for example in examples if example not in text] == []
+
+
 def test_exit_codes_of_the_process(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")
