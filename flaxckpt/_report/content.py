@@ -10,7 +10,7 @@ import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from flaxckpt._inspect import best_step
 from flaxckpt._report import chart_data, copies, flight_recorder, treemap
@@ -21,6 +21,7 @@ from flaxckpt._report.data import (
     LeafHistory,
     MetricValue,
     Report,
+    TreeRow,
     last_good,
 )
 
@@ -223,41 +224,11 @@ def list_checks(report: Report) -> Content:
 # ---- the state --------------------------------------------------------------------
 
 
-class Branch(NamedTuple):
-    """A container or a leaf in a tree.
-
-    Attributes:
-        name: The key below the container around it.
-        path: The leaf path, or the common prefix of the leaves.
-        leaves: The number of leaves; 1 for a leaf.
-        bytes: The size of all values.
-        type: The type of a leaf, `float32[4, 4]`, or a note on a container without
-            `inner`; empty for other containers.
-        inner: The containers and leaves inside.
-        is_open: True if the container is unfolded at first.
-    """
-
-    name: str
-    path: str
-    leaves: int
-    bytes: int
-    type: str
-    inner: Sequence[Branch] = ()
-    is_open: bool = False
-
-
 def _sizes(report: Report) -> Content:
-    groups: dict[str, list[treemap.Tile]] = {}
-    for part in report.parts:
-        last = "" if part.until is None else f" … {part.until.rpartition('/')[2]}"
-        name = f"{part.path}{last}"
-        inside = name.removeprefix(f"{part.group}/")
-        tile = treemap.Tile(inside, name, part.leaves, part.bytes)
-        groups.setdefault(part.group, []).append(tile)
     return {
         "shares": _shares(report),
-        "pictures": treemap.draw(groups) if len(report.parts) > 1 else [],
-        "tree": functools.partial(_branches, report),
+        "pictures": treemap.draw(report.parts) if len(report.parts) > 1 else [],
+        "tree": functools.partial(_tree, report),
         "shown": sum(row.type is not None for row in report.tree),
         "most": _MOST_LEAVES,
     }
@@ -279,35 +250,23 @@ def _shares(report: Report) -> list[tuple[str, int, str]]:
     return [*large, ("other", rest, "")] if rest > 0 else large
 
 
-def _branches(report: Report) -> list[Branch]:
-    """Returns the outermost containers and leaves, and the copies as single entries."""
-    inner: list[list[int]] = [[] for _ in report.tree]
+def _tree(report: Report) -> Content:
+    """Returns the containers and leaves, and the copies as single entries."""
+    rows = [*report.tree]
+    for copy in report.copies:
+        note = f"the leaves and shapes of {copy.of or 'the whole state'}"
+        rows.append(TreeRow(copy.path, copy.path, 1, copy.leaves, copy.bytes, note))
+    inner: list[list[int]] = [[] for _ in rows]
     count = 0
     for n, above in enumerate(copies.find_parents([row.depth for row in report.tree])):
-        count += report.tree[n].type is not None
+        count += rows[n].type is not None
         if above is not None and count <= _MOST_LEAVES:
             inner[above].append(n)
-
-    def branch(n: int) -> Branch:
-        row = report.tree[n]
-        inside = [branch(child) for child in inner[n]]
-        inside.sort(key=lambda child: copies.is_optimizer(child.path))
-        is_open = row.depth == 1 and not copies.is_optimizer(row.path)
-        return Branch(
-            row.name, row.path, row.leaves, row.bytes, row.type or "", inside, is_open
-        )
-
-    whole = branch(0)
-    return [*(whole.inner or [whole])] + [
-        Branch(
-            copy.path,
-            copy.path,
-            copy.leaves,
-            copy.bytes,
-            f"the leaves and shapes of {copy.of or 'the whole state'}",
-        )
-        for copy in report.copies
-    ]
+    optimizer = {n for n, row in enumerate(rows) if copies.is_optimizer(row.path)}
+    for inside in inner:
+        inside.sort(key=optimizer.__contains__)
+    top = [*(inner[0] or [0]), *range(len(report.tree), len(rows))]
+    return {"rows": rows, "inner": inner, "top": top, "open": {*inner[0]} - optimizer}
 
 
 # ---- changes ----------------------------------------------------------------------

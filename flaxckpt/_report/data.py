@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
+from flaxckpt import policies
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
 from flaxckpt._inspect.history import SavedStep, Verdict
@@ -121,6 +121,12 @@ class Part(NamedTuple):
     subtrees: int
     leaves: int
     bytes: int
+
+    @property
+    def name(self) -> str:
+        """The path, and for several parts the last key of the last one."""
+        last = "" if self.until is None else f" … {self.until.rpartition('/')[2]}"
+        return f"{self.path}{last}"
 
 
 class TreeRow(NamedTuple):
@@ -325,6 +331,7 @@ class Report:
         saves: The saves, in order.
         happened: Other events in the journal, in order.
         metrics: Name -> values by step, of existing and deleted steps.
+        modes: Metric that policies rank steps by -> which values are the best.
         shown: The checkpoint that `parts` describes; None if none can be read.
         total_bytes: The size of all its arrays, uncompressed.
         leaves: The number of its leaves.
@@ -356,6 +363,7 @@ class Report:
     saves: tuple[Save, ...]
     happened: tuple[OtherEvent, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]
+    modes: Mapping[str, Sequence[Literal["min", "max"]]]
     shown: str | None
     total_bytes: int
     leaves: int
@@ -395,30 +403,25 @@ class Report:
         if the damaged steps were marked as such.
         """
         report = dataclasses.replace(self, integrity=tuple(checks))
-        faults = report.faults
-        metrics = {
-            name: tuple(
-                point._replace(is_bad=point.step in faults)
-                for point in _with_best(points, faults)
-            )
-            for name, points in self.metrics.items()
-        }
+        report = dataclasses.replace(
+            report,
+            metrics={
+                name: _label_best(points, self.modes.get(name, ()), report.faults)
+                for name, points in self.metrics.items()
+            },
+        )
         if not self.is_run:
-            return dataclasses.replace(report, metrics=metrics)
-        best = {p.step for points in metrics.values() for p in points if p.mode}
-        good = [step.step for step in self.steps if step.step not in faults]
-        steps = [
-            dataclasses.replace(
-                step,
-                marks=_with_mark(
-                    _with_mark(step.marks, "best", step.step in best),
-                    "latest",
-                    step.step in good[-1:] or (not good and "latest" in step.marks),
-                ),
-            )
-            for step in self.steps
-        ]
-        return dataclasses.replace(report, metrics=metrics, steps=tuple(steps))
+            return report
+        best = {p.step for points in report.metrics.values() for p in points if p.mode}
+        good = [step.step for step in self.steps if step.step not in report.faults]
+        steps = []
+        for step in self.steps:
+            is_newest = step.step in good[-1:] or (not good and "latest" in step.marks)
+            rest = [mark for mark in step.marks if mark not in ("latest", "best")]
+            newest, first = ["latest"] * is_newest, ["best"] * (step.step in best)
+            marks = (*newest, *first, *rest)
+            steps.append(dataclasses.replace(step, marks=marks))
+        return dataclasses.replace(report, steps=tuple(steps))
 
     @property
     def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
@@ -463,38 +466,27 @@ def last_good(points: Sequence[MetricValue]) -> MetricValue | None:
     return next((point for point in reversed(points) if not point.is_bad), None)
 
 
-def _with_best(
-    points: Sequence[MetricValue], faults: Collection[int | None]
+def _label_best(
+    points: Sequence[MetricValue],
+    modes: Sequence[Literal["min", "max"]],
+    faults: Mapping[int | None, str],
 ) -> tuple[MetricValue, ...]:
     """Returns values of which the best ones are of good steps, if there are any."""
-    values = {
-        point.step: point.value
+    there = {point.step: point.value for point in points if not point.is_deleted}
+    kept = {point.step: point.value for point in points if point.best}
+    best: dict[int, Literal["min", "max"]] = {}
+    for mode in modes:
+        for first in policies.rank(kept, mode)[:1]:
+            good = best_step.find(there, faults, mode).good
+            best[first if good is None or first not in faults else good] = mode
+    labels = {"best": "among the best"}
+    return tuple(
+        point._replace(
+            best="best"
+            if point.step in best
+            else labels.get(point.best or "", point.best),
+            mode=best.get(point.step),
+            is_bad=point.step in faults,
+        )
         for point in points
-        if not point.is_deleted and math.isfinite(point.value)
-    }
-    labelled = [*points]
-    for point in points:
-        if point.mode is None or point.step not in faults:
-            continue
-        good = best_step.find(values, faults, point.mode).good
-        if good is not None:
-            labelled = [
-                each._replace(best="best", mode=point.mode)
-                if each.step == good
-                else each._replace(best="among the best", mode=None)
-                if each.step == point.step
-                else each
-                for each in labelled
-            ]
-    return tuple(labelled)
-
-
-def _with_mark(marks: Sequence[str], mark: str, is_set: bool) -> tuple[str, ...]:
-    """Returns the marks of a step with or without a mark, in the usual order."""
-    if is_set == (mark in marks):
-        return tuple(marks)
-    rest = [each for each in marks if each != mark]
-    if not is_set:
-        return tuple(rest)
-    at = 1 if mark == "best" and "latest" in rest else 0
-    return (*rest[:at], mark, *rest[at:])
+    )

@@ -43,7 +43,7 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
-from flaxckpt.policies import BestN, PreservationPolicy, rank
+from flaxckpt.policies import BestN, PreservationPolicy
 
 if TYPE_CHECKING:  # it imports jax, which only a comparison needs
     from flaxckpt._inspect.diff import CheckpointDiff
@@ -119,6 +119,10 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     if not events:
         notes["saves"] = _no_journal_note(listing)
     keep = listing.keep or ()
+    modes: dict[str, list[Literal["min", "max"]]] = {}
+    for policy in keep:
+        if isinstance(policy, BestN):
+            modes.setdefault(policy.metric, []).append(policy.mode)
     history = _inspect.history.of_events(events, listing)
     trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
     repeated = copies.find(trees) if trees else ()
@@ -137,6 +141,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         saves=save_history.saves(events),
         happened=save_history.other_events(events),
         metrics=_metrics(listing, history, keep),
+        modes=modes,
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=trees[0].leaves if trees else 0,
@@ -215,21 +220,22 @@ def _metrics(
 
     Metrics used by policies come first: pages show only the first of many.
     """
-    steps = listing.steps
+    existing = {step.step: step for step in listing.steps if step.step is not None}
+    known = {saved.step: saved.metrics for saved in history}
+    known |= {n: step.metrics for n, step in existing.items()}
     bests = [policy for policy in keep if isinstance(policy, BestN)]
-    deleted = {s.step: s.metrics for s in history if not s.exists}
-    existing = {step.step: step for step in steps if step.step is not None}
-    known = {**deleted, **{n: step.metrics for n, step in existing.items()}}
     names = dict.fromkeys(itertools.chain.from_iterable(known.values()))
     ranked = dict.fromkeys(p.metric for p in bests if p.metric in names)
     series = {}
     for name in ranked | names:
         values = {n: known[n][name] for n in sorted(known) if name in known[n]}
-        current = {n: value for n, value in values.items() if n in existing}
-        deciding = [policy for policy in bests if policy.metric == name]
-        labels, modes = _best(steps, current, deciding, listing.best.get(name))
-        if not deciding:
-            labels = _extremes(values)
+        deciding = [str(policy) for policy in bests if policy.metric == name]
+        kept = [n for n in values.keys() & existing if {*deciding} & {*existing[n].why}]
+        if not kept and listing.best.get(name) in values:  # those kept are damaged
+            kept = [listing.best[name]]
+        labels = (
+            dict.fromkeys(kept, "among the best") if deciding else _extremes(values)
+        )
         series[name] = tuple(
             MetricValue(
                 n,
@@ -237,42 +243,10 @@ def _metrics(
                 n in existing and bool(existing[n].why),
                 labels.get(n),
                 n not in existing,
-                modes.get(n),
             )
             for n, value in values.items()
         )
     return series
-
-
-def _best(
-    steps: Sequence[Step],
-    values: Mapping[int, float],
-    keep: Sequence[BestN],
-    first: int | None,
-) -> tuple[Mapping[int, str], Mapping[int, Literal["min", "max"]]]:
-    """Labels the steps that policies keep as best, and the best of each policy.
-
-    Args:
-        steps: The steps.
-        values: Step -> the value of the metric.
-        keep: The policies that rank steps by the metric.
-        first: The best step if those that policies keep are damaged, or None.
-
-    Returns:
-        Step -> the label, and step -> the mode of the policy.
-    """
-    labels: dict[int, str] = {}
-    modes: dict[int, Literal["min", "max"]] = {}
-    for policy in keep:
-        kept = [s.step for s in steps if s.step in values and str(policy) in s.why]
-        kept = kept or [step for step in (first,) if step in values]
-        labels = (
-            dict.fromkeys((s for s in kept if s is not None), "among the best") | labels
-        )
-        for best in rank({s: values[s] for s in labels}, policy.mode)[:1]:
-            labels[best] = "best"
-            modes[best] = policy.mode
-    return labels, modes
 
 
 def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from flaxckpt._report.data import Part
 from flaxckpt._util import humanize
 
 _SIZES = {"wide": (960, 300), "narrow": (340, 380)}
@@ -17,22 +18,6 @@ _LETTER, _BOLD = 7.2, 8.2
 _COLOURS = 6
 
 
-class Tile(NamedTuple):
-    """A subtree to draw.
-
-    Attributes:
-        name: The label.
-        path: The path of the subtree.
-        leaves: The number of its leaves.
-        bytes: Its size; at least 0.
-    """
-
-    name: str
-    path: str
-    leaves: int
-    bytes: int
-
-
 class Rectangle(NamedTuple):
     """A rectangle in a picture."""
 
@@ -42,18 +27,18 @@ class Rectangle(NamedTuple):
     height: float
 
 
-class DrawnTile(NamedTuple):
-    """A tile in its place.
+class Tile(NamedTuple):
+    """A part of the state in its place.
 
     Attributes:
-        tile: The subtree.
+        part: The part.
         share: Its part of the whole.
         box: The rectangle.
         colour: The number of the colour.
         labels: The name, and the size, as far as they fit.
     """
 
-    tile: Tile
+    part: Part
     share: float
     box: Rectangle
     colour: int
@@ -75,26 +60,29 @@ class Picture(NamedTuple):
     size: tuple[float, float]
     largest: str
     heads: list[tuple[float, float, str]]
-    tiles: list[DrawnTile]
+    tiles: list[Tile]
 
 
-def draw(groups: Mapping[str, Sequence[Tile]]) -> list[Picture]:
-    """Returns the pictures of groups of tiles, for screens and for phones."""
+def draw(parts: Sequence[Part]) -> list[Picture]:
+    """Returns the pictures of the parts of a state, for screens and for phones."""
+    groups: dict[str, list[Part]] = {}
+    for part in sorted(parts, key=lambda part: -part.bytes):
+        groups.setdefault(part.group, []).append(part)
     return [_draw(groups, name, size) for name, size in _SIZES.items()]
 
 
 def _draw(
-    groups: Mapping[str, Sequence[Tile]], name: str, size: tuple[float, float]
+    groups: Mapping[str, Sequence[Part]], name: str, size: tuple[float, float]
 ) -> Picture:
-    sizes = {name: sum(tile.bytes for tile in tiles) for name, tiles in groups.items()}
+    sizes = {
+        name: sum(part.bytes for part in inside) for name, inside in groups.items()
+    }
     order = sorted(sizes, key=lambda name: -sizes[name])
     total = sum(sizes.values())
     boxes = squarify([sizes[name] for name in order], Rectangle(0, 0, *size))
     largest = ", ".join(f"{name} {humanize.size(sizes[name])}" for name in order[:6])
     picture = Picture(name, size, largest, [], [])
     for n, (group, box) in enumerate(zip(order, boxes, strict=True)):
-        if not sizes[group]:
-            continue
         x, y, width, height = box
         x, y, width, height = x + _PAD / 2, y + _PAD / 2, width - _PAD, height - _PAD
         if height > 2.4 * _HEAD and width > 50:
@@ -102,38 +90,29 @@ def _draw(
             head = _fitting(f"{group}  {share}", width - 2, _BOLD) or "…"
             picture.heads.append((x + 2, y + 14, head))
             y, height = y + _HEAD, height - _HEAD
-        tiles = sorted(groups[group], key=lambda tile: -tile.bytes)
-        places = squarify(
-            [tile.bytes for tile in tiles], Rectangle(x, y, width, height)
-        )
+        parts = [part for part in groups[group] if part.bytes]
+        colour = min(n, _COLOURS - 1)
+        places = squarify([p.bytes for p in parts], Rectangle(x, y, width, height))
         picture.tiles.extend(
-            DrawnTile(
-                tile,
-                tile.bytes / total,
-                place,
-                min(n, _COLOURS - 1),
-                _labels(tile, place),
-            )
-            for tile, place in zip(tiles, places, strict=True)
-            if tile.bytes
+            Tile(part, part.bytes / total, place, colour, _labels(part, place))
+            for part, place in zip(parts, places, strict=True)
         )
     return picture
 
 
-def _labels(tile: Tile, box: Rectangle) -> list[str]:
-    name = _tail(tile.name, box.width - 8) if box.height > 20 else ""
-    size = _fitting(humanize.size(tile.bytes), box.width - 8) if box.height > 36 else ""
+def _labels(part: Part, box: Rectangle) -> list[str]:
+    inside = part.name.removeprefix(f"{part.group}/")
+    name = _tail(inside, box.width - 8) if box.height > 20 else ""
+    size = _fitting(humanize.size(part.bytes), box.width - 8) if box.height > 36 else ""
     return [name, size] if name and size else [name] if name else []
 
 
 def _tail(path: str, width: float) -> str:
     """Returns the last keys of a path that fit, or the start of the last key."""
     keys = path.split("/")
-    for n in range(len(keys)):
-        shown = "/".join(keys[n:])
-        if len(shown) * _LETTER <= width:
-            return shown
-    return _fitting(keys[-1], width)
+    ends = ("/".join(keys[n:]) for n in range(len(keys)))
+    fitting = (end for end in ends if len(end) * _LETTER <= width)
+    return next(fitting, _fitting(keys[-1], width))
 
 
 def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
@@ -153,47 +132,37 @@ def squarify(sizes: Sequence[float], box: Rectangle) -> list[Rectangle]:
         sizes: At least 0 each, the largest first.
         box: The rectangle to fill.
     """
-    total = sum(sizes)
-    if not total or box.width <= 0 or box.height <= 0:
-        return [Rectangle(box.x, box.y, 0, 0) for _ in sizes]
-    areas = [size / total * box.width * box.height for size in sizes]
+    x, y, width, height = box
+    if not sum(sizes) or width <= 0 or height <= 0:
+        return [Rectangle(x, y, 0, 0) for _ in sizes]
+    unit = width * height / sum(sizes)
     boxes: list[Rectangle] = []
-    while len(boxes) < len(areas):
-        rest = areas[len(boxes) :]
-        side = min(box.width, box.height)
+    while rest := sizes[len(boxes) :]:
+        side = min(width, height)  # rows are along the shorter side
+
+        def worst(row: Sequence[float], side: float = side) -> float:
+            """Returns the largest aspect ratio in a row."""
+            square = (sum(row) * unit / side) ** 2 if side > 0 else 0.0
+            if not square or not row[-1]:
+                return float("inf")
+            return max(row[0] * unit / square, square / (row[-1] * unit))
+
         count = 1
-        while count < len(rest) and _worst(rest[: count + 1], side) <= _worst(
-            rest[:count], side
-        ):
+        while count < len(rest) and worst(rest[: count + 1]) <= worst(rest[:count]):
             count += 1
-        row, box = _row(rest[:count], box)
-        boxes += row
+        total, at = sum(rest[:count]), 0.0
+        across = min(total * unit / side, max(width, height)) if side > 0 else 0.0
+        for size in rest[:count]:
+            along = size / total * side if total else 0.0
+            place = (
+                (x + at, y, along, across)
+                if width < height
+                else (x, y + at, across, along)
+            )
+            boxes.append(Rectangle(*place))
+            at += along
+        if width < height:
+            y, height = y + across, height - across
+        else:
+            x, width = x + across, width - across
     return boxes
-
-
-def _worst(areas: Sequence[float], side: float) -> float:
-    """Returns the largest aspect ratio in a row."""
-    total = sum(areas)
-    if not total or not side or not areas[-1]:
-        return 0.0 if not total else float("inf")
-    square = (total / side) ** 2
-    return max(areas[0] / square, square / areas[-1])
-
-
-def _row(areas: Sequence[float], box: Rectangle) -> tuple[list[Rectangle], Rectangle]:
-    """Returns rectangles along the shorter side, and the rest of the box."""
-    if box.width < box.height:  # the same, with the axes exchanged
-        row, rest = _row(areas, _flip(box))
-        return [_flip(each) for each in row], _flip(rest)
-    total = sum(areas)
-    width = min(total / box.height, box.width) if box.height else 0.0
-    y, row = box.y, []
-    for area in areas:
-        height = area / total * box.height if total else 0.0
-        row.append(Rectangle(box.x, y, width, height))
-        y += height
-    return row, Rectangle(box.x + width, box.y, box.width - width, box.height)
-
-
-def _flip(box: Rectangle) -> Rectangle:
-    return Rectangle(box.y, box.x, box.height, box.width)

@@ -6,7 +6,6 @@ reader looks at their leaves.
 
 from __future__ import annotations
 
-import collections
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -47,9 +46,7 @@ class OpenCheckpoints:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: collections.OrderedDict[tuple[str, int | None], OpenCheckpoint] = (
-            collections.OrderedDict()
-        )
+        self._open: dict[tuple[str, int | None], OpenCheckpoint] = {}  # newest last
 
     def get(self, place: Location, step: int | None) -> OpenCheckpoint:
         """Returns an open checkpoint, opened again if it has changed.
@@ -64,23 +61,18 @@ class OpenCheckpoints:
         if place.is_run and step is None:
             step = locate.locate(place.path).step
         with self._lock:
-            found = self.find(place, step)
-            key = (str(place.path), step)
-            if found is None:
-                found = self._open[key] = _open(place, step)
-            self._open.move_to_end(key)
+            found = self.find(place, step) or _open(place, step)
+            self._open.pop((str(place.path), step), None)
+            self._open[str(place.path), step] = found
             while len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
+                del self._open[next(iter(self._open))]
             return found
 
     def find(self, place: Location, step: int | None) -> OpenCheckpoint | None:
         """Returns a checkpoint that is open and has not changed, or None."""
         found = self._open.get((str(place.path), step))
-        return found if found is not None and _is_current(found.stored) else None
-
-
-def _is_current(stored: Stored) -> bool:
-    return stored.stamp is not None and stored.stamp.is_current()
+        stamp = None if found is None else found.stored.stamp
+        return found if stamp is not None and stamp.is_current() else None
 
 
 def _open(place: Location, step: int | None) -> OpenCheckpoint:
@@ -95,11 +87,7 @@ def _children(trees: Sequence[Subtree]) -> dict[LeafPath, list[Subtree]]:
     children: dict[LeafPath, list[Subtree]] = {"": []}
     for tree in trees:
         if tree.info is not None or tree.path:
-            children[_above(tree.path)].append(tree)
+            children[tree.path.rpartition("/")[0]].append(tree)
         if tree.info is None:
             children.setdefault(tree.path, [])
     return children
-
-
-def _above(path: LeafPath) -> LeafPath:
-    return path.rpartition("/")[0]

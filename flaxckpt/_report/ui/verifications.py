@@ -7,7 +7,6 @@ damaged or found to be good by another program.
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
 import time
@@ -31,18 +30,6 @@ _SHARE = 0.05
 """The share of the time in which the files of verified steps are looked at."""
 
 
-class Fault(NamedTuple):
-    """A fault in a checkpoint.
-
-    Attributes:
-        place: The file, and the values in it.
-        why: The fault.
-    """
-
-    place: str
-    why: str
-
-
 class Result(NamedTuple):
     """The result of reading every byte of a step.
 
@@ -51,34 +38,24 @@ class Result(NamedTuple):
         integrity: The integrity of the step.
         files: The stamp of its files before they were read; None if unknown.
         summary: The number of leaves that cannot be read, and the files that cause it.
-        faults: The first faults.
+        faults: The first faults: the file and the values in it, and what is wrong.
         more_faults: The number of further ones.
         unchecked: The number of leaves and files without checksums, which were only
             read.
         secs: The duration in seconds.
+        news: What became known of the step since, which ends the result; empty if
+            nothing.
     """
 
     step: Step
     integrity: Integrity
     files: int | None
     summary: str
-    faults: tuple[Fault, ...]
+    faults: Sequence[tuple[str, str]]
     more_faults: int
     unchecked: int
     secs: float
-
-
-class Finding(NamedTuple):
-    """A result, and what is known since.
-
-    Attributes:
-        result: The result.
-        news: What became known of the step since, which ends the result; empty if
-            nothing.
-    """
-
-    result: Result
-    news: str
+    news: str = ""
 
 
 class _StoppedError(Exception):
@@ -119,7 +96,7 @@ class Job:
         self,
         place: Location,
         steps: Sequence[Step],
-        remember: Callable[[Result], None],
+        remember: Callable[[Location, Result], None],
         end: Callable[[], None],
     ) -> None:
         self.place = place
@@ -168,7 +145,7 @@ class Job:
                 start = time.monotonic()
                 verified = integrity.verify_step(step, self._counter)
                 result = _describe(step, verified, time.monotonic() - start)
-                self._remember(result)
+                self._remember(self.place, result)
                 self.results.append(result)
         except _StoppedError:
             return
@@ -180,19 +157,19 @@ class Job:
 
 
 def _describe(step: Step, verified: Verification, secs: float) -> Result:
-    faults: list[Fault] = []
+    faults: list[tuple[str, str]] = []
     summary, unchecked = "", 0
     if (report := verified.report) is not None:
         found = dict(report.problems)
         found |= {n: f"could not be read: {why}" for n, why in report.unread.items()}
-        faults = [Fault(report.places.get(n, n), why) for n, why in found.items()]
+        faults = [(report.places.get(n, n), why) for n, why in found.items()]
         summary, unchecked = report.summary, len(report.unchecked)
     return Result(
         step,
         verified.integrity,
         verified.files,
         summary,
-        tuple(faults[:_MOST_FAULTS]),
+        faults[:_MOST_FAULTS],
         len(faults[_MOST_FAULTS:]),
         unchecked,
         secs,
@@ -205,9 +182,7 @@ class Verifications:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._job: Job | None = None
-        self._results: collections.OrderedDict[tuple[Path, int | None], Result] = (
-            collections.OrderedDict()
-        )
+        self._results: dict[tuple[Path, int | None], Result] = {}  # the newest last
         self._changed: dict[tuple[Path, int | None], Result] = {}
         self._looking = threading.Lock()
         self._due = 0.0
@@ -236,21 +211,15 @@ class Verifications:
                 raise errors.OptionError(
                     f"{self._job.place.name} is being verified: wait for it, or stop it"
                 )
-            job = Job(
-                place,
-                steps,
-                lambda result: self._remember(place, result),
-                self._count_version,
-            )
-            job.start()
-            self._job = job
+            self._job = Job(place, steps, self._remember, self._count_version)
+            self._job.start()
 
     def stop(self) -> None:
         """Stops the verification that is running, if any."""
         if self._job is not None:
             self._job.stop()
 
-    def find(self, place: Location, report: Report) -> Mapping[int | None, Finding]:
+    def find(self, place: Location, report: Report) -> Mapping[int | None, Result]:
         """Returns the last result for each step of a run, with what is known since.
 
         Args:
@@ -259,16 +228,9 @@ class Verifications:
         """
         self.look_again()
         with self._lock:
-            found = {
-                step: result
-                for (path, step), result in self._results.items()
-                if path == place.path
-            }
-            changed = [
-                step
-                for step, result in found.items()
-                if self._changed.get((place.path, step)) is result
-            ]
+            results = [(k, r) for k, r in self._results.items() if k[0] == place.path]
+            changed = [n for (p, n), r in results if self._changed.get((p, n)) is r]
+        found = {step: result for (_, step), result in results}
         checks = {step: result.integrity for step, result in found.items()}
         news = {
             **dict.fromkeys(changed, "has changed on the disk"),
@@ -280,26 +242,16 @@ class Verifications:
                 news[number] = "was deleted"
             elif not _is_same(steps[number], result.step):
                 news[number] = "was saved again"
-        return {n: Finding(result, news.get(n, "")) for n, result in found.items()}
-
-    def results(self, place: Location, report: Report) -> Mapping[int | None, Result]:
-        """Returns the results that count, by step, in the order of the steps."""
-        found = self.find(place, report)
-        return {
-            step.step: found[step.step].result
-            for step in report.steps
-            if step.step in found and not found[step.step].news
-        }
+        return {n: result._replace(news=news.get(n, "")) for n, result in found.items()}
 
     def update(self, place: Location, report: Report) -> Report:
         """Returns a report with the integrity that the verifications have found."""
-        results = self.results(place, report)
-        if not results:
+        found = self.find(place, report)
+        good = {n: result.integrity for n, result in found.items() if not result.news}
+        if not good:
             return report
         checks = [
-            integrity.merge(step, check, results[step.step].integrity)
-            if step.step in results
-            else check
+            integrity.merge(step, check, good.get(step.step, check))
             for step, check in zip(report.steps, report.integrity, strict=True)
         ]
         return report.with_integrity(checks)
@@ -331,11 +283,11 @@ class Verifications:
     def _remember(self, place: Location, result: Result) -> None:
         key = (place.path, result.step.step)
         with self._lock:
+            self._results.pop(key, None)
             self._results[key] = result
-            self._results.move_to_end(key)
             self._version += result.integrity.is_bad
             while len(self._results) > _MOST_RESULTS:
-                self._results.popitem(last=False)
+                del self._results[next(iter(self._results))]
 
 
 def _is_same(step: Step, verified: Step) -> bool:

@@ -12,7 +12,7 @@ from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.verifications import Finding, Job, Result
+from flaxckpt._report.ui.verifications import Job, Result
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html, humanize
 
@@ -103,9 +103,8 @@ def _describe(
     """Returns the part of the page that is replaced while a verification runs."""
     report = workspace.feeds.latest(place).report
     found = workspace.verifications.find(place, report)
-    results = workspace.verifications.results(place, report)
-    if chosen != _ALL:
-        results = {n: result for n, result in results.items() if n == chosen}
+    numbers = [step.step for step in report.steps if chosen in (_ALL, step.step)]
+    results = {n: found[n] for n in numbers if n in found and not found[n].news}
     bad = [result for result in results.values() if result.integrity.is_bad][::-1]
     job = workspace.verifications.job
     is_running = job is not None and job.is_running
@@ -134,7 +133,7 @@ def _find_outcome(
     workspace: Workspace,
     place: Location,
     chosen: _Chosen,
-    found: Mapping[int | None, Finding],
+    found: Mapping[int | None, Result],
     known: Report,
 ) -> Content:
     """Returns the results of the chosen steps, and what is known since.
@@ -148,7 +147,7 @@ def _find_outcome(
     verified = [] if job is None else [*job.steps]
     results = [] if job is None else [*job.results]
     if job is None and chosen != _ALL and chosen in found:
-        results = [found[chosen].result]
+        results = [found[chosen]]
         verified = [results[0].step]
     numbers = [result.step.step for result in results]
     news = [(n, found[n].news) for n in numbers if n in found and found[n].news]
@@ -185,10 +184,9 @@ def _is_about(
 def _list_faults(result: Result) -> Content:
     """Returns the faults of a step, by file; the rest of their places are the rows."""
     files: dict[str, list[tuple[str, str, str]]] = {}
-    for fault in result.faults:
-        file, _, rest = fault.place.partition(" -> ")
-        row = (fault.place, rest or file, fault.why)
-        files.setdefault(file, []).append(row)
+    for place, why in result.faults:
+        file, _, rest = place.partition(" -> ")
+        files.setdefault(file, []).append((place, rest or file, why))
     return {
         "step": result.step.step,
         "what": result.summary or result.integrity.detail,
