@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _checkpoint, _inspect, _suggest, _transforms, errors
+from flaxckpt._inspect.plan_damage import PlanDamage
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
+from flaxckpt._report.data import Report
 from flaxckpt._report.ui import forms, frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
@@ -16,9 +18,8 @@ from flaxckpt._types import LeafPath
 from flaxckpt._util import html
 
 if TYPE_CHECKING:
-    from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
+    from flaxckpt._checkpoint.plan import Action, RestorePlan
     from flaxckpt._inspect.abstract_file import TargetState
-    from flaxckpt.errors import Mismatch
     from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 500
@@ -198,48 +199,50 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     try:
         plan = asked.plan(changes, as_source=asked.is_source)
     except errors.DamagedCheckpointError as error:
-        return _show(workspace, asked, _FileState(True, str(error)))
-    is_plain = bool(plan.problems) and not changes
-    remedy = _find_remedy(plan, asked) if is_plain else None
+        return _show(workspace, asked, PlanDamage(str(error), is_read=True))
     source = None
     if not asked.is_source and asked.target.may_begin_from(asked.place.path):
         source = _propose_source(asked, asked.plan(changes, as_source=True))
-    problems = {problem.leaf: problem for problem in plan.problems}
-    fresh = _inspect.restore_call.describe_fresh(
-        plan, missing=asked.chosen("missing") or "error", as_source=asked.is_source
-    )
+    is_plain = bool(plan.problems) and not changes
+    report = workspace.report(asked.place)
+    states = zip(report.steps, report.integrity, strict=True)
     return _show(
         workspace,
         asked,
-        _find_state(workspace, asked, plan),
+        _find_damage(report, plan),
         plan=plan,
-        remedy=remedy,
+        verified={step.path for step, check in states if check.state == "verified"},
+        problems={problem.leaf: problem for problem in plan.problems},
+        remedy=_find_remedy(plan, asked) if is_plain else None,
         source=source,
-        fresh=fresh,
+        fresh=_inspect.restore_call.describe_fresh(
+            plan,
+            missing=asked.chosen("missing") or "error",
+            as_source=asked.is_source,
+        ),
         call=asked.call(changes),
         outcomes=_checkpoint.plan.count_outcomes(plan),
-        groups=_group(plan, problems),
+        groups=_group(plan),
     )
 
 
 def _show(
-    workspace: Workspace, asked: _Asked, state: _FileState, **values: object
+    workspace: Workspace, asked: _Asked, damage: PlanDamage | None, **values: object
 ) -> html.Markup:
     step = None
-    if state.is_bad:
-        number = asked.query.number("step")
-        step = _find_other_step(workspace, asked.place, number)
-    url = None if step is None else asked.address("/plan", step=str(step))
+    if damage is not None and damage.is_read:
+        step = _find_other_step(workspace, asked.place, asked.query.number("step"))
     return templates.render(
         "ui/planned.html",
         **{"plan": None, **values},
-        state=state,
+        damage=damage,
         other=step,
-        other_url=url,
+        other_url=None if step is None else asked.address("/plan", step=str(step)),
         into=asked.into.name,
         target_step=asked.target_step,
         command=asked.command(),
         actions=_ACTIONS,
+        most=_MOST_ROWS,
     )
 
 
@@ -254,35 +257,15 @@ def _check_source(asked: _Asked) -> None:
         )
 
 
-class _FileState(NamedTuple):
-    """The state of the files of a checkpoint.
-
-    Attributes:
-        is_bad: True if it is damaged or cannot be read.
-        detail: What is known.
-        elsewhere: Damage where the restore would not read; empty for none.
-    """
-
-    is_bad: bool
-    detail: str
-    elsewhere: str = ""
-
-
-def _find_state(workspace: Workspace, asked: _Asked, plan: RestorePlan) -> _FileState:
+def _find_damage(report: Report, plan: RestorePlan) -> PlanDamage | None:
     """Returns what verifications, markers, and the sizes of the files say."""
-    report = workspace.report(asked.place)
     for step, check in zip(report.steps, report.integrity, strict=True):
-        if step.path != plan.path:
-            continue
-        if check.state == "verified":
-            return _FileState(False, "every byte was verified")
-        if check.is_bad and check.bytes_checked and step.damage is None:
-            return _FileState(True, check.detail)  # a mark would say where
-    damage = _inspect.plan_damage.find(plan)
-    if damage is not None and damage.is_read:
-        return _FileState(True, damage.reason)
-    elsewhere = "" if damage is None else damage.reason
-    return _FileState(False, "no array was read; Verify reads every byte", elsewhere)
+        if step.path == plan.path and check.state == "verified":
+            return None
+        is_found = check.is_bad and check.bytes_checked and step.damage is None
+        if step.path == plan.path and is_found:  # a mark would say where
+            return PlanDamage(check.detail, is_read=True)
+    return _inspect.plan_damage.find(plan)
 
 
 def _find_other_step(
@@ -335,35 +318,10 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     return templates.render("ui/remedy.html", remedy=remedy, found=found)
 
 
-def _group(plan: RestorePlan, problems: Mapping[str, Mismatch]) -> list[Content]:
-    """Returns a table for each kind of leaves, those to look at first."""
+def _group(plan: RestorePlan) -> dict[tuple[Action, ...], list[LeafPath]]:
+    """Returns the leaves of each kind, those to look at first."""
     groups: dict[tuple[Action, ...], list[LeafPath]] = {}
     for path, leaf in plan.leaves.items():
         groups.setdefault(leaf.actions, []).append(path)
     ranked = sorted(groups, key=lambda actions: min(map(_ACTIONS.index, actions)))
-    return [
-        {
-            "actions": actions,
-            "count": len(groups[actions]),
-            "rows": [
-                (path, *_compare(path, plan.leaves[path], problems.get(path)))
-                for path in groups[actions][:_MOST_ROWS]
-            ],
-        }
-        for actions in ranked
-    ]
-
-
-def _compare(
-    path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
-) -> tuple[str, str]:
-    """Returns what is wanted, and what the checkpoint has."""
-    if problem is not None and "conflict" in leaf.actions:
-        return problem.wanted, problem.found
-    found = "" if leaf.found is None else str(leaf.found)
-    if leaf.sources and leaf.sources != (path,):
-        found += f" from {', '.join(leaf.sources[:3])}"
-        found += " …" if len(leaf.sources) > 3 else ""
-    if leaf.transforms:
-        found += f", by {' > '.join(leaf.transforms)}"
-    return "" if leaf.wanted is None else str(leaf.wanted), found
+    return {actions: groups[actions] for actions in ranked}
