@@ -322,6 +322,7 @@ class Report:
         is_run: True for a run directory.
         made: The time of the report, in seconds since 1970.
         version: The version of flaxckpt.
+        tags: The strings, numbers and booleans in the metadata of the run, as text.
         formats: The formats of the checkpoints.
         bytes: The size on disk; None in object stores.
         policies: The policies that give the reasons; None if unknown.
@@ -354,6 +355,7 @@ class Report:
     is_run: bool
     made: float
     version: str
+    tags: Mapping[str, str]
     formats: tuple[str, ...]
     bytes: int | None
     policies: tuple[str, ...] | None

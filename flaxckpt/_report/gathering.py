@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import json
 import math
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from flaxckpt import _arrays, _inspect, _run, _steps, _storage, errors
+from flaxckpt import _arrays, _formats, _inspect, _run, _steps, _storage, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._inspect.history import SavedStep, Verdict
@@ -132,6 +133,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         is_run=listing.is_run,
         made=time.time(),
         version=importlib.metadata.version("flaxckpt"),
+        tags=_read_tags(root) if listing.is_run else {},
         formats=tuple(sorted({step.format for step in listing.steps} - {"unknown"})),
         bytes=listing.bytes,
         policies=None if listing.keep is None else tuple(map(str, listing.keep)),
@@ -161,6 +163,19 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         notes=notes,
     )
     return report.with_integrity(checks)
+
+
+def _read_tags(root: Path) -> Mapping[str, str]:
+    """Returns the strings, numbers and booleans in the metadata of a run, as text."""
+    try:
+        given = _formats.native_metadata.read_run_metadata(root)
+    except _UNREADABLE:
+        return {}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in given.items()
+        if isinstance(value, str | int | float)
+    }
 
 
 def _read_metadata(

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shlex
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "attributes": _attributes,
         "clock": humanize.clock,
+        "digest": lambda text: zlib.crc32(text.encode(errors="replace")),
         "few": errors.first_few,
         "iso": _iso,
         "json": to_json,

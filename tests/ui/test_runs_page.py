@@ -17,7 +17,9 @@ NAMES = [f"{kind}-{n}" for kind in ("adam", "sgd") for n in range(4)]
 
 def save_run(root, name, loss):
     keep = [BestN(1, "loss", "min"), LatestN(9)]
-    with flaxckpt.Checkpointer(root / name, keep=keep) as run:
+    kind, _, number = name.partition("-")
+    tags = {"optimizer": kind, "lr": int(number or 0) / 10, "fast": True, "list": [1]}
+    with flaxckpt.Checkpointer(root / name, keep=keep, metadata=tags) as run:
         for step in (10, 20):
             metrics = {"loss": loss / step, "speed": step - loss}
             if name.startswith("sgd"):
@@ -104,6 +106,71 @@ def test_a_search_finds_names_and_metrics_in_all_groups(opened):
     page.fill("#all-runs [data-search]", "adam")
     assert {name.partition("-")[0] for name in order(opened)} == {"adam"}
     page.fill("#all-runs [data-search]", "")
+
+
+def test_runs_are_grouped_and_found_by_their_tags(opened):
+    page = opened.page
+    first = page.locator("tr[data-run='sgd-1'] td").first
+    assert first.text_content() == "optimizer=sgd, lr=0.1"
+    page.select_option("select[name=group]", label="lr")
+    captions = page.locator("#all-runs caption")
+    expect(captions.nth(3)).to_contain_text("lr=0.3: By the best loss")
+    assert order(opened)[:4] == ["adam-0", "sgd-0", "adam-1", "sgd-1"]
+    assert page.locator("select[name=group] option").all_text_contents()[4:] == [
+        "optimizer",
+        "lr",
+    ]
+    words = page.locator("#all-runs [data-search]")
+    for search, found in {
+        "lr=0.1": {"adam-1", "sgd-1"},
+        "lr=0.2 optimizer=sgd": {"sgd-2"},
+        "fast=true lr=0.3": {"adam-3", "sgd-3"},
+        "r=0.3": set(),
+    }.items():
+        words.fill(search)
+        assert {*order(opened)} == found, search
+
+
+def test_a_link_shows_the_ranking_group_and_search_of_its_sender(browser, served):  # noqa: F811
+    sender = Page(browser, served)
+    page = sender.page
+    page.select_option("select[name=rank]", label="the best speed, highest first")
+    page.select_option("select[name=group]", "name")
+    page.fill("#all-runs [data-search]", "sgd")
+    expect(page).to_have_url(re.compile("#search=sgd&rank=max%3Aspeed&group=name$"))
+    wanted = order(sender)
+    assert wanted[:4] == NAMES[4:]
+    reader = sender.context.new_page()
+    reader.goto(page.url)
+    rows = reader.locator("#all-runs tr[data-run]:visible")
+    expect(rows).to_have_count(len(wanted))
+    seen = rows.evaluate_all("all => all.map(each => each.dataset.run)")
+    assert seen == wanted
+    caption = reader.locator("#all-runs caption").last
+    expect(caption).to_have_text("sgd: By the best speed, highest first")
+    hidden = reader.locator("button[data-series='adam-0']")
+    expect(hidden).to_have_attribute("aria-pressed", "false")
+    page.select_option("select[name=group]", "")
+    expect(page).to_have_url(re.compile("search=sgd&rank=max%3Aspeed$"))
+    page.go_back()
+    expect(page.locator("select[name=group]")).to_have_value("name")
+    expect(page.locator("#all-runs caption")).to_have_count(2)
+    assert sender.is_quiet, sender.messages
+    sender.context.close()
+
+
+def test_keys_open_the_run_of_a_curve(opened):
+    page = opened.page
+    over = page.locator("figure[data-metric=loss] .u-over")
+    over.focus()
+    over.press("End")
+    for name in ("sgd-3", "sgd-2"):
+        over.press("ArrowDown")
+        expect(page.locator(".tip")).to_contain_text(f"{name}, step 20: ")
+    over.press("ArrowUp")
+    expect(page.locator(".tip")).to_contain_text("sgd-3, step 20: 0.4\nEnter opens it")
+    over.press("Enter")
+    page.wait_for_url("**/run?run=sgd-3")
 
 
 def colours(opened):

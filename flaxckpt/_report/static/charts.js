@@ -92,14 +92,18 @@
 
   // ---- the address --------------------------------------------------------------------
 
-  // The range and the chosen step are in the fragment: `#steps=100-200&step=150`. Other
-  // fragments are links to sections, which change neither.
-  const FRAGMENT = /^(#(steps=\d+-\d+)?&?(step=\d+)?)?$/;
+  // The range, the chosen step and the controls with `data-address` are in the fragment:
+  // `#steps=100-200&step=150`. Other fragments are links to sections, which change neither.
+  const FRAGMENT = /^#?((steps=\d+-\d+|step=\d+|(rank|group|search)=[^&]*)(&|$))*$/;
   let remembering = null;
+
+  const controls = () => [...document.querySelectorAll("[data-address]")];
 
   function fragment() {
     const range = view.range && `steps=${view.range.join("-")}`;
-    const parts = [range, chosen !== null && `step=${chosen}`].filter(Boolean);
+    const set = controls().filter((each) => each.value)
+      .map((each) => `${each.dataset.address}=${encodeURIComponent(each.value)}`);
+    const parts = [range, chosen !== null && `step=${chosen}`, ...set].filter(Boolean);
     return parts.length ? `#${parts.join("&")}` : "";
   }
 
@@ -120,10 +124,22 @@
   function recall() {
     if (data === null || !FRAGMENT.test(location.hash)) return;
     const given = new URLSearchParams(location.hash.slice(1));
+    for (const each of controls()) {
+      const value = given.get(each.dataset.address) ?? "";
+      if (each.value === value) continue;
+      each.value = value;
+      each.dispatchEvent(new Event(each.localName === "select" ? "change" : "input", { bubbles: true }));
+    }
     setRange(given.get("steps")?.split("-").map(Number));
     chooseStep(given.has("step") ? Number(given.get("step")) : null);
     clearTimeout(remembering);
     writeAddress("replaceState");
+  }
+
+  for (const kind of ["change", "input"]) {
+    document.addEventListener(kind, (event) => {
+      if (event.target.dataset?.address) remember();
+    });
   }
 
   addEventListener("popstate", recall);
@@ -274,9 +290,7 @@
       over.addEventListener("pointerdown", (event) => this.tip(event.offsetX, event.offsetY));
       over.addEventListener("keydown", (event) => this.move(event));
       over.addEventListener("click", (event) => {
-        const run = this.runAt(event.offsetX, event.offsetY);
-        if (run) openRun(run.name);
-        else this.choose();
+        this.choose(this.runAt(event.offsetX, event.offsetY));
       });
     }
 
@@ -338,7 +352,25 @@
       this.output.textContent = texts.length ? `step ${whole(step)}: ${texts.join(", ")}` : "";
     }
 
-    // The arrow keys move the cursor; + and - zoom, Escape shows all steps.
+    // Moves from curve to curve at the step of the cursor, the highest first.
+    pick(by) {
+      const steps = this.plot.data[0];
+      const index = this.plot.cursor.idx ?? steps.length - 1;
+      const valueOf = (line) => line.y[line.x.indexOf(steps[index])];
+      const there = this.lines.filter((line) => !view.hidden.has(line.name) && valueOf(line) != null)
+        .sort((a, b) => valueOf(b) - valueOf(a));
+      if (!there.length) return;
+      showStep(steps[index]);
+      const at = there.indexOf(this.picked) + by;
+      this.picked = there[Math.min(Math.max(at, 0), there.length - 1)];
+      const { left, top } = this.plot.over.getBoundingClientRect();
+      const text = `${this.picked.name}, step ${whole(steps[index])}: ${valueOf(this.picked)}\nEnter opens it`;
+      window.components.showTip(
+        text, left + this.plot.valToPos(steps[index], "x"), top + this.plot.valToPos(valueOf(this.picked), "y"),
+      );
+    }
+
+    // The arrow keys move the cursor, and between runs; + and - zoom, Escape shows all steps.
     move(event) {
       const steps = this.plot.data[0];
       const [first, last] = shownRange();
@@ -352,13 +384,17 @@
         const middle = steps[this.plot.cursor.idx] ?? (first + last) / 2;
         const half = (last - first) * (event.key === "+" ? 0.25 : 1);
         setRange([middle - half, middle + half]);
-      } else if (event.key === "Escape") setRange(null);
-      else if (event.key === "Enter") this.choose();
+      } else if (data.runs && event.key === "ArrowUp") this.pick(-1);
+      else if (data.runs && event.key === "ArrowDown") this.pick(1);
+      else if (event.key === "Escape") setRange(null);
+      else if (event.key === "Enter") this.choose(this.picked);
       else return;
       event.preventDefault();
     }
 
-    choose() {
+    // Opens a run; without one, the actions are about the step of the cursor.
+    choose(run) {
+      if (run) return openRun(run.name);
       const step = this.plot.data[0][this.plot.cursor.idx];
       if (step !== undefined) chooseStep(step);
     }

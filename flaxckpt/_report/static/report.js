@@ -115,12 +115,16 @@
     return Array.from(parts, textOf).join(" ");
   }
 
-  // A whole number is found only as such: 100 is not in 310 or 1000, nor in 0.100.
+  // A whole number is found only as such: 100 is not in 310 or 1000, nor in 0.100; and
+  // lr=0.1 is neither in lr=0.15 nor in min_lr=0.1.
   function hasWords(text, words) {
     const numbers = text.match(/\d+(?:\.\d+)*/g) ?? [];
-    return words.every((word) => (
-      /^\d+$/.test(word) ? numbers.includes(word) : text.includes(word)
-    ));
+    return words.every((word) => {
+      if (/^\d+$/.test(word)) return numbers.includes(word);
+      const isTag = /.=./.test(word);
+      return text.split(word).some((before, n, parts) => n + 1 < parts.length
+        && !(isTag && (/[\w.]$/.test(before) || /^[a-z0-9.]/.test(parts[n + 1]))));
+    });
   }
 
   // Hides the rows and leaves that lack a word of the search; opens what has the others.

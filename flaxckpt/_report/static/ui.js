@@ -99,6 +99,16 @@
     },
   });
 
+  // The first table of runs is ranked and grouped as the address says.
+  document.addEventListener("htmx:configRequest", ({ detail }) => {
+    if (detail.path !== "/runs") return;
+    const given = new URLSearchParams(location.hash.slice(1));
+    for (const name of ["rank", "group"]) {
+      const isShown = document.querySelector(`#runs select[name=${name}]`);
+      if (!isShown && given.has(name)) detail.parameters[name] = given.get(name);
+    }
+  });
+
   document.addEventListener("htmx:afterSwap", () => {
     components.refresh();
     charts.refresh();

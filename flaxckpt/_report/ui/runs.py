@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -17,12 +16,11 @@ from flaxckpt._report.data import MetricValue, Report, last_good
 from flaxckpt._report.ui import feeds, frame, overview
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
-from flaxckpt._util import html, humanize
+from flaxckpt._util import html
 
 _MOST_CURVES = 12
 _MOST_COLUMNS = 2
-_MOST_BEST = 4
-_MOST_NAMED = 3
+_MOST_TAGS = 20
 _MOST_RUNS = 60
 """More runs are only listed by name."""
 
@@ -68,7 +66,8 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     version = news(workspace, query).version
     reports: dict[str, Report] = {}
     unread: dict[str, Exception] = {}
-    for place in listed(workspace):
+    places = listed(workspace)
+    for place in places:
         try:
             snapshot = workspace.feeds.available(place)
         except (errors.CheckpointError, OSError) as error:
@@ -77,7 +76,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
             if snapshot is not None:
                 report = workspace.verifications.update(place, snapshot.report)
                 reports[place.name] = report
-    names = [place.name for place in listed(workspace)]
+    names = [place.name for place in places]
     metrics = _metrics(reports)
     live = {run for run, report in reports.items() if _is_live(report)}
     curves = dict([*metrics.items()][:_MOST_CURVES])
@@ -85,30 +84,34 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     single = [name for each in checkpoints for s in each.steps for name in s.metrics]
     shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_COLUMNS]
     rankings = _find_rankings(reports)
-    chosen = query.text("rank")
+    rank, by = query.text("rank"), query.text("group")
+    if rank[:4] in ("min:", "max:") and rank not in rankings:  # not read yet
+        rankings[rank] = _Ranking(
+            rank[4:] or None, "max" if rank[:4] == "max:" else "min"
+        )
     default, *others = rankings.items()
-    ranking = rankings.get(chosen, default[1])
-    ranked, order = _rank(reports, ranking)
-    orders = [("", default[1].text), *((key, each.text) for key, each in others)]
-    by = query.text("group") if query.text("group") in _GROUPS else ""
+    ranking = rankings.get(rank, default[1])
+    tags = _find_tags(reports)
+    choices = {**_GROUPS, **{f"tag:{name}": name for name in tags}}
+    if by.startswith("tag:"):
+        choices.setdefault(by, by[4:])
     groups: dict[str, list[Content]] = {}
-    for run in ranked:
-        row = _describe(run, reports[run], shown, ranking)
+    for run in _rank(reports, ranking):
+        row = _describe(run, reports[run], shown, ranking, tags)
         groups.setdefault(_name_group(run, reports[run], by), []).append(row)
     if unread:
-        groups.setdefault("cannot be read" if by else "", [])
+        groups.setdefault("cannot be read" if by in choices and by else "", [])
     return templates.render(
         "ui/runs.html",
         version=version,
         waiting=len(names) - len(reports) - len(unread),
         curves=chart_data.draw_runs(curves, names, live) if metrics else "",
-        order=order,
-        # A list with other choices is another one, in which the page keeps nothing.
-        orders_id=f"rank-{zlib.crc32(repr(orders).encode())}",
-        orders=orders if len(names) > 1 else [],
-        rank=chosen,
-        group_choices=list(_GROUPS.items()),
+        order=f"By {ranking.text}",
+        orders=[("", default[1].text), *((key, each.text) for key, each in others)],
+        rank=rank,
+        group_choices=[*choices.items()],
         group=by,
+        is_many=len(names) > 1,
         names=shown,
         groups=groups,
         unread=unread,
@@ -125,6 +128,16 @@ def _metrics(reports: Mapping[str, Report]) -> dict[str, dict[str, list[MetricVa
             if finite:
                 metrics.setdefault(name, {})[run] = finite
     return dict(sorted(metrics.items(), key=lambda item: -len(item[1])))
+
+
+def _find_tags(reports: Mapping[str, Report]) -> list[str]:
+    """Returns the tags that differ between the runs; those of most runs first."""
+    values: dict[str, collections.Counter[str]] = {}
+    for report in reports.values():
+        for name, value in report.tags.items():
+            values.setdefault(name, collections.Counter())[value] += 1
+    differing = [n for n, each in values.items() if max(each.values()) < len(reports)]
+    return sorted(differing, key=lambda n: -values[n].total())[:_MOST_TAGS]
 
 
 def _is_live(report: Report) -> bool:
@@ -184,21 +197,16 @@ def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
     return {f"{each.mode}:{each.metric or ''}": each for each in found}
 
 
-def _rank(reports: Mapping[str, Report], ranking: _Ranking) -> tuple[list[str], str]:
-    """Returns the runs in the order of a ranking, and the order in words.
-
-    Runs without a value come last, by name.
-    """
-    values = {
-        run: best.value
-        for run, report in reports.items()
-        if (best := _find_best(report, ranking)) is not None
-    }
+def _rank(reports: Mapping[str, Report], ranking: _Ranking) -> list[str]:
+    """Returns the runs in the order of a ranking; those without a value come last."""
     sign = -1 if ranking.mode == "max" else 1
-    ranked = sorted(
-        values, key=lambda run: (sign * values[run], bool(reports[run].faults), run)
-    )
-    return ranked + sorted(reports.keys() - values.keys()), f"By {ranking.text}"
+
+    def place(run: str) -> tuple[float, bool, str]:
+        best = _find_best(reports[run], ranking)
+        is_bad = best is not None and bool(reports[run].faults)
+        return math.inf if best is None else sign * best.value, is_bad, run
+
+    return sorted(reports, key=place)
 
 
 def _find_best(report: Report, ranking: _Ranking) -> MetricValue | None:
@@ -231,31 +239,33 @@ def _name_group(run: str, report: Report, by: str) -> str:
         return ", ".join(report.metrics) or "no metrics"
     if by == "state":
         return flight_recorder.judge(report).state
+    if by.startswith("tag:"):
+        name = by[4:]
+        return f"{name}={report.tags[name]}" if name in report.tags else f"no {name}"
     return ""
 
 
 def _describe(
-    run: str, report: Report, names: Sequence[str], ranking: _Ranking
+    run: str,
+    report: Report,
+    names: Sequence[str],
+    ranking: _Ranking,
+    tags: Sequence[str],
 ) -> Content:
     """Returns the row of a run, with its newest good step."""
     good = [step for step in report.steps if step.step not in report.faults]
     newest = good[-1] if good else None
     first = _find_best(report, ranking)
     bests = [(ranking.metric, first)] if first is not None else []
-    bests += [(n, best) for n, best in _bests(report) if n != ranking.metric]
-    lines = [
-        f"{name} {humanize.number(best.value)}, step {best.step:,}"
-        for name, best in bests
-    ]
-    if len(lines) > _MOST_BEST:
-        lines[_MOST_BEST:] = [f"and {len(lines) - _MOST_BEST:,} more"]
     return {
         "run": run,
         "report": report,
+        "tags": [f"{n}={report.tags[n]}" for n in tags if n in report.tags],
+        "words": [*report.metrics, *(f"{n}={tag}" for n, tag in report.tags.items())],
         "newest": newest,
-        "bests": lines,
+        "bests": bests + [each for each in _bests(report) if each[0] != ranking.metric],
         "lasts": [_last(report, newest, name) for name in names],
-        "state": _state(report, newest),
+        "diverged": flight_recorder.find_divergence(report),
     }
 
 
@@ -265,23 +275,3 @@ def _last(report: Report, newest: Step | None, name: str) -> float | None:
         return None if newest is None else newest.metrics.get(name)
     last = last_good(report.metrics.get(name, ()))
     return None if last is None else last.value
-
-
-def _state(report: Report, newest: Step | None) -> str:
-    """Describes the damage of a run: the steps after the newest good one are named."""
-    faults = report.faults
-    diverged = flight_recorder.find_divergence(report)
-    if diverged is not None and not faults:
-        return f"diverged at step {diverged.step:,}"
-    if not faults or not report.is_run:
-        return next(iter(faults.values()), "")
-    counts = collections.Counter(faults.values())
-    text = ", ".join(humanize.count(n, f"{why} step") for why, n in counts.items())
-    if newest is None or newest.step is None:
-        return f"{text}: no step can be used"
-    first = newest.step
-    newer = [n for n in faults if n is not None and n > first]
-    if newer:
-        named = errors.first_few([f"{n:,}" for n in newer], _MOST_NAMED)
-        text += f"; after step {first:,}: {named}"
-    return text
