@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flaxckpt import errors
@@ -37,8 +38,9 @@ def chart_data(report: Report) -> dict[str, JSON]:
     Returns:
         `metrics`: of each metric its name, mode, steps `x` and values `y`; None is not
         finite. `steps`: of each step that was ever saved, `x` and its `state`, a letter
-        of `STATES`, and `why` some were deleted. `saves`: steps, seconds blocked and in
-        the background. `events`: step, kind and text. `layers`: the heat map, or None.
+        of `_letter`, and `why` some were deleted. `saves`: steps, seconds blocked and
+        in the background. `events`: step, kind and text. `layers`: the heat map, or
+        None.
     """
     return {
         "metrics": _metrics(report),
@@ -47,16 +49,6 @@ def chart_data(report: Report) -> dict[str, JSON]:
         "events": _events(report),
         "layers": _layers(report),
     }
-
-
-STATES: Mapping[str, str] = {
-    "b": "the best",
-    "k": "kept",
-    "g": "would be deleted",
-    "d": "deleted since",
-    "x": "damaged, or not readable",
-}
-"""Letter -> the state of a step."""
 
 
 def _metrics(report: Report) -> list[JSON]:
@@ -109,13 +101,15 @@ def _fact(what: str, point: MetricValue) -> str:
 
 
 def _state(point: MetricValue) -> str:
-    if point.is_deleted:
+    is_best = point.best == "best"
+    return _letter(point.is_deleted, point.is_bad, is_best, point.stays)
+
+
+def _letter(is_deleted: bool, is_bad: bool, is_best: bool, is_kept: bool) -> str:
+    """Returns the state of a step, whose meaning is in `charts.js`."""
+    if is_deleted:
         return "d"
-    if point.is_bad:
-        return "x"
-    if point.best == "best":
-        return "b"
-    return "k" if point.stays else "g"
+    return "x" if is_bad else "b" if is_best else "k" if is_kept else "g"
 
 
 def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
@@ -133,14 +127,11 @@ def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
         finite = [point for point in part if math.isfinite(point.value)]
         odd = [point for point in part if not math.isfinite(point.value)][:1]
         best = [point for point in part if point.best is not None]
-        ends = [pick(finite, key=_value_of) for pick in (min, max) if finite]
+        value = operator.attrgetter("value")
+        ends = [pick(finite, key=value) for pick in (min, max) if finite]
         chosen = {point.step for point in (*ends, *odd, *best)}
         kept += [point for point in part if point.step in chosen]
     return kept if kept[-1] is points[-1] else [*kept, points[-1]]
-
-
-def _value_of(point: MetricValue) -> float:
-    return point.value
 
 
 def _number(value: float | None) -> float | None:
@@ -151,23 +142,16 @@ def _number(value: float | None) -> float | None:
 
 
 def _steps(report: Report) -> dict[str, JSON]:
-    faults, marks = report.faults, report.marks
+    marks = report.marks
+    best = {n for n in marks if any(mark.kind == "best" for mark in marks[n])}
     kept = {step.step for step in report.steps if step.why or not report.policies}
-    states = {
-        saved.step: "d"
-        if not saved.exists
-        else "x"
-        if saved.step in faults
-        else "b"
-        if any(mark.kind == "best" for mark in marks.get(saved.step, ()))
-        else "k"
-        if saved.step in kept
-        else "g"
-        for saved in report.history
-    }
+    states = [
+        _letter(not s.exists, s.step in report.faults, s.step in best, s.step in kept)
+        for s in report.history
+    ]
     return {
-        "x": [*states],
-        "state": "".join(states.values()),
+        "x": [saved.step for saved in report.history],
+        "state": "".join(states),
         "why": _reasons(report),
     }
 

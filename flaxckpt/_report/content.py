@@ -110,10 +110,9 @@ def _describe_best(
     if best.step in faults:
         detail += "; no good step has a value"
     elif (step := found.damaged) is not None:
-        fault = best_step.describe_damaged(
-            f"{step:,}", values[step], faults[step], is_counted=report.counts(step)
-        )
-        detail += f"; {fault}"
+        is_counted = any(s.is_counted for s in report.steps if s.step == step)
+        lost = (f"{step:,}", values[step], faults[step])
+        detail += f"; {best_step.describe_damaged(*lost, is_counted=is_counted)}"
     elif found.deleted is None:
         detail += f", of {len(values):,} saved"
     else:

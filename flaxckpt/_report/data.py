@@ -34,12 +34,12 @@ class Save(NamedTuple):
 
     step: int | None
     began: float
-    blocked_secs: float | None
-    total_secs: float | None
-    bytes: int | None
-    uploaded_secs: float | None
-    outcome: Literal["durable", "failed", "cancelled", "unfinished"]
-    error: str | None
+    blocked_secs: float | None = None
+    total_secs: float | None = None
+    bytes: int | None = None
+    uploaded_secs: float | None = None
+    outcome: Literal["durable", "failed", "cancelled", "unfinished"] = "unfinished"
+    error: str | None = None
 
     @property
     def behind_secs(self) -> float | None:
@@ -166,11 +166,11 @@ class ChangedLeaf(NamedTuple):
     path: str
     group: str
     what: str
-    shown: str
-    different: int
-    elements: int
-    max_abs: float
-    rel_norm: float
+    shown: str = ""
+    different: int = 0
+    elements: int = 0
+    max_abs: float = 0.0
+    rel_norm: float = 0.0
 
     @property
     def is_retyped(self) -> bool:
@@ -393,10 +393,6 @@ class Report:
             for check in self.integrity
             if check.is_bad
         }
-
-    def counts(self, number: int | None) -> bool:
-        """Returns True if policies count an existing step."""
-        return any(s.is_counted for s in self.steps if s.step == number)
 
     def with_integrity(self, checks: Sequence[Integrity]) -> Report:
         """Returns the report with other checks.

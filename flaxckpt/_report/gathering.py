@@ -39,7 +39,6 @@ from flaxckpt._report.data import (
     Report,
     TreeRow,
 )
-from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
@@ -125,7 +124,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         if isinstance(policy, BestN):
             modes.setdefault(policy.metric, []).append(policy.mode)
     history = _inspect.history.of_events(events, listing)
-    trees = [] if metadata is None else _run.disk_usage.subtrees(metadata.leaves)
+    infos = {} if metadata is None else metadata.leaves
+    trees = _run.disk_usage.subtrees(infos) if infos else []
     repeated = copies.find(trees) if trees else ()
     rest = copies.without(trees, repeated)
     report = Report(
@@ -149,13 +149,19 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         leaves=trees[0].leaves if trees else 0,
         copies=repeated,
         parts=size_groups.divide(rest) if rest else (),
-        tree=tuple(_tree_row(tree) for tree in rest),
+        tree=tuple(
+            TreeRow(
+                t.name,
+                t.path,
+                t.depth,
+                t.leaves,
+                t.bytes,
+                str(t.info) if t.info else None,
+            )
+            for t in rest
+        ),
         change=_compare_steps(root, listing, good, repeated, options, notes),
-        leaf_histories=_leaf_histories(
-            root, repeated, {} if metadata is None else metadata.leaves
-        )
-        if listing.is_run
-        else (),
+        leaf_histories=_leaf_histories(root, repeated, infos) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
         source_outcome=save_history.source_outcome(events),
@@ -187,21 +193,14 @@ def _read_metadata(
     )
     for step in good[: -_MOST_TRIED - 1 : -1]:
         try:
-            path = _storage.paths.from_text(step.path)
-            metadata = locate.read_metadata(path)
+            metadata = locate.read_metadata(_storage.paths.from_text(step.path))
         except _UNREADABLE as error:
-            notes["sizes"] = (
-                f"The newest step cannot be read: {integrity.explain(error)}"
-            )
+            why = integrity.explain(error)
+            notes["sizes"] = f"The newest step cannot be read: {why}"
         else:
             del notes["sizes"]
             return metadata
     return None
-
-
-def _tree_row(tree: Subtree) -> TreeRow:
-    kind = None if tree.info is None else str(tree.info)
-    return TreeRow(tree.name, tree.path, tree.depth, tree.leaves, tree.bytes, kind)
 
 
 def _no_journal_note(listing: Listing) -> str:
@@ -328,14 +327,11 @@ def _choose_steps(
             " another, use flaxckpt diff"
         )
     numbers = [step.step for step in good if step.step is not None]
-    b = options.step_b
-    if b is None:
-        b = max(numbers, default=None)
+    a, b = options.step_a, options.step_b
+    b = max(numbers, default=None) if b is None else b
     if b is None:
         return None
-    a = options.step_a
-    if a is None:
-        a = max((step for step in numbers if step < b), default=None)
+    a = max((step for step in numbers if step < b), default=None) if a is None else a
     if a == b:
         raise errors.OptionError(
             f"step {a} would be compared with itself: pass two different steps"
@@ -357,52 +353,31 @@ def describe_change(
         steps: The two steps.
         names: Their names, for leaves that only one of them has.
     """
-    leaves = _changed_leaves(diff, repeated, names)
-    groups = [leaf.group for leaf in leaves]
+    leaves = []
+    for path, leaf in diff.changed.items():
+        types = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
+        shown = ", ".join(filter(None, (types, leaf.note)))
+        elements = _elements(leaf.a) if leaf.different else 0
+        sizes = (leaf.different, elements, leaf.max_abs, leaf.rel_norm)
+        group = _group(path, repeated)
+        leaves.append(ChangedLeaf(path, group, leaf.kind, shown, *sizes))
+    for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
+        what = f"only in {name}"
+        leaves += [ChangedLeaf(path, _group(path, repeated), what) for path in paths]
     equal = Counter(_group(path, repeated) for path in diff.same)
     unreadable = Counter(_group(path, repeated) for path in diff.unreadable)
-    order = sorted({*groups, *equal, *unreadable}, key=_rank)
+    groups = {*(leaf.group for leaf in leaves), *equal, *unreadable}
     return Change(
         *steps,
-        leaves,
+        tuple(leaves),
         len(diff.same),
-        {group: equal[group] for group in order},
+        {group: equal[group] for group in sorted(groups, key=_rank)},
         dict(unreadable),
         diff.bytes_compared,
         diff.unreadable,
         diff.metrics,
         diff.damaged_items,
     )
-
-
-def _changed_leaves(
-    diff: CheckpointDiff, repeated: Sequence[copies.Copy], names: tuple[str, str]
-) -> tuple[ChangedLeaf, ...]:
-    rows = []
-    for path, leaf in diff.changed.items():
-        shown = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
-        shown = ", ".join(filter(None, (shown, leaf.note)))
-        group = _group(path, repeated)
-        rows.append(
-            ChangedLeaf(
-                path,
-                group,
-                leaf.kind,
-                shown,
-                leaf.different,
-                _elements(leaf.a) if leaf.different else 0,
-                leaf.max_abs,
-                leaf.rel_norm,
-            )
-        )
-    for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
-        rows += [
-            ChangedLeaf(
-                path, _group(path, repeated), f"only in {name}", "", 0, 0, 0.0, 0.0
-            )
-            for path in paths
-        ]
-    return tuple(rows)
 
 
 def _elements(info: LeafInfo) -> int:
@@ -497,17 +472,16 @@ def _dataset_positions(
 ) -> tuple[Position, ...]:
     costs_requests = _storage.of(root).costs_requests
     most = _MOST_POSITIONS_IN_STORES if costs_requests else _MOST_POSITIONS
-    positions = []
+    found: list[Position] = []
     for step in steps[-most:]:
         path = _storage.paths.from_text(step.path)
         try:
-            positions.append(dataset_positions.read(path, step.step))
+            position = dataset_positions.read(path, step.step)
+            found += [] if position is None else [position]
         except _UNREADABLE as error:
             of = "" if step.step is None else f" of step {step.step}"
-            notes["dataset"] = (
-                f"The state{of} cannot be read: {integrity.explain(error)}"
-            )
-    found = tuple(position for position in positions if position is not None)
+            why = integrity.explain(error)
+            notes["dataset"] = f"The state{of} cannot be read: {why}"
     if found and len(steps) > most:
         notes["dataset"] = f"Only the {most} newest steps were read."
-    return found
+    return tuple(found)

@@ -21,6 +21,7 @@ _CHECKED = 10
 """The number of newest steps that are checked by default."""
 
 _NO_LIST = "no list of its files to check"
+_GONE = "deleted in the meantime"
 
 _CHECKED_IN_STORES = 1
 """In stores, checking a file takes a request."""
@@ -80,22 +81,17 @@ def _check(step: Step, is_new: bool) -> Integrity:
             return _of_error(step, error, now)
         return Integrity(step.step, "unknown", explain(error), 0)
     if is_ours:
-        return Integrity(
-            step.step, "whole", "all files exist, with the recorded sizes", 0, now
-        )
+        detail = "all files exist, with the recorded sizes"
+        return Integrity(step.step, "whole", detail, 0, now)
     return Integrity(step.step, "unknown", _NO_LIST, 0)
 
 
 def _of_error(step: Step, error: Exception, began: float) -> Integrity:
     path = _storage.paths.from_text(step.path)
     if not _storage.of(path).exists(path):
-        return _deleted(step)
+        return Integrity(step.step, "unknown", _GONE, 0)
     state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
     return Integrity(step.step, state, explain(error), 0, began)
-
-
-def _deleted(step: Step) -> Integrity:
-    return Integrity(step.step, "unknown", "deleted in the meantime", 0)
 
 
 def explain(error: Exception) -> str:
@@ -136,7 +132,7 @@ def verify_step(step: Step, counter: Counter | None = None) -> Verification:
     except (errors.CheckpointError, OSError) as error:
         return Verification(_of_error(step, error, began), None, files)
     if not report.ok and not _storage.of(path).exists(path):
-        return Verification(_deleted(step), None, files)
+        return Verification(Integrity(step.step, "unknown", _GONE, 0), None, files)
     return Verification(_of_report(step, report, began), report, files)
 
 

@@ -24,11 +24,9 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
         number = latest.get(event.step)
         is_open = number is not None and history[number].outcome == "unfinished"
         if event.kind == "started" or (event.kind in _SAVE_EVENTS and not is_open):
-            number = latest[event.step] = len(history)
-            history.append(
-                Save(event.step, event.time, None, None, None, None, "unfinished", None)
-            )
-            is_open = True
+            number, is_open = len(history), True
+            latest[event.step] = number
+            history.append(Save(event.step, event.time))
         if number is None:
             continue
         if event.kind == "uploaded":
@@ -47,9 +45,8 @@ def _add_event(save: Save, event: Event) -> Save:
     blocked = _number(event.details, "blocked_secs")
     match event.kind:
         case "snapshot":
-            return save._replace(
-                blocked_secs=blocked, began=event.time - (blocked or 0.0)
-            )
+            began = event.time - (blocked or 0.0)
+            return save._replace(blocked_secs=blocked, began=began)
         case "committed":
             total, size = (
                 _number(event.details, "total_secs"),
@@ -58,7 +55,7 @@ def _add_event(save: Save, event: Event) -> Save:
             return save._replace(
                 blocked_secs=save.blocked_secs if blocked is None else blocked,
                 total_secs=total,
-                began=event.time - total if total is not None else save.began,
+                began=save.began if total is None else event.time - total,
                 bytes=size if isinstance(size, int) else None,
                 outcome="durable",
             )
@@ -95,8 +92,9 @@ def _why(event: Event) -> str:
 
 def _number(details: Mapping[str, JSON], name: str) -> float | None:
     value = details.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < _LONGEST else None  # type: ignore[arg-type, operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < _LONGEST else None
 
 
 _LONGEST = 1e9

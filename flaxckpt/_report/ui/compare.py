@@ -77,7 +77,8 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         place.path, other.path, step_a=first.step, step_b=second.step
     )
     repeated = workspace.feeds.latest(other).report.copies
-    names = _names(first, second)
+    is_one = first.place == second.place
+    names = _name(first, is_one), _name(second, is_one)
     steps = first.step or 0, second.step or 0
     change = gathering.describe_change(found, repeated, steps, names)
     rest = "flaxckpt diff --json lists all"
@@ -85,14 +86,8 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     return templates.render("ui/compared.html", change=described)
 
 
-def _names(first: OpenCheckpoint, second: OpenCheckpoint) -> tuple[str, str]:
-    """Returns the names of two checkpoints, with their runs if these are different."""
-    if first.place == second.place:
-        return f"step {first.step:,}", f"step {second.step:,}"
-    return _name(first), _name(second)
-
-
-def _name(opened: OpenCheckpoint) -> str:
+def _name(opened: OpenCheckpoint, is_one: bool) -> str:
+    """Returns the name of a checkpoint, with its run unless the runs are one."""
     if opened.step is None:
         return opened.place.name
-    return f"step {opened.step:,} of {opened.place.name}"
+    return f"step {opened.step:,}" + ("" if is_one else f" of {opened.place.name}")

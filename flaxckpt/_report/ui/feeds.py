@@ -172,10 +172,8 @@ class _Feed:
         now = time.monotonic()
         is_watched = now - self._asked < _WATCHED_SECS
         is_due = is_watched and now - self._polled >= self._poll_secs
-        if self._is_claimed or not is_due:
-            return False
-        self._is_claimed = True
-        return True
+        was_claimed, self._is_claimed = self._is_claimed, self._is_claimed or is_due
+        return is_due and not was_claimed
 
     def refresh(self) -> None:
         """Gathers a new report if the run has changed, or has none."""
@@ -204,13 +202,12 @@ class _Feed:
         self._stamp, self._polls = stamp, 0
         if before is None:
             self._snapshot = ReportSnapshot(1, report, "")
-        else:
-            # A report right after a save may differ in the journal only.
-            news = changes(before.report, report)
-            is_bad = bool(_damaged(report) - _damaged(before.report))
-            if not news:
-                news, is_bad = before.news, before.is_bad
-            self._snapshot = ReportSnapshot(before.version + 1, report, news, is_bad)
+            return
+        news = changes(before.report, report)
+        is_bad = bool(_damaged(report) - _damaged(before.report))
+        if not news:  # right after a save, reports may differ in the journal only
+            news, is_bad = before.news, before.is_bad
+        self._snapshot = ReportSnapshot(before.version + 1, report, news, is_bad)
 
 
 def _stamp(run: Path) -> object:
@@ -232,13 +229,10 @@ def changes(before: Report, after: Report) -> str:
         (is_bad - was_bad, "damaged"),
         (was_bad & new - is_bad, "good again"),
     ):
-        texts += [f"step {step} {what}" for step in sorted(_numbers(steps))[-3:]]
+        numbers = sorted(step for step in steps if step is not None)
+        texts += [f"step {step} {what}" for step in numbers[-3:]]
     return ", ".join(texts)
 
 
 def _damaged(report: Report) -> set[int | None]:
     return {step.step for step in report.steps if step.damage is not None}
-
-
-def _numbers(steps: set[int | None]) -> list[int]:
-    return [step for step in steps if step is not None]

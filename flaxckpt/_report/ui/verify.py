@@ -109,14 +109,13 @@ def _describe(
     job = workspace.verifications.job
     is_running = job is not None and job.is_running
     known = workspace.report(place)
+    ended = None if is_running else _find_outcome(job, place, chosen, found, known)
     return {
         "place": place,
         "error": error,
         "step": chosen,
         "job": job if is_running else None,
-        "outcome": None
-        if is_running
-        else _find_outcome(workspace, place, chosen, found, known),
+        "outcome": ended,
         "faults": [_list_faults(result) for result in bad[:_MOST_SHOWN]],
         "more": max(0, len(bad) - _MOST_SHOWN),
         "remedies": _find_remedies(place, report, results),
@@ -130,7 +129,7 @@ def _describe(
 
 
 def _find_outcome(
-    workspace: Workspace,
+    job: Job | None,
     place: Location,
     chosen: _Chosen,
     found: Mapping[int | None, Result],
@@ -141,7 +140,6 @@ def _find_outcome(
     They are green if every byte was good, and nothing else is known since.
     """
     steps = {step.step for step in known.steps}
-    job = workspace.verifications.job
     if job is not None and not _is_about(job, place, chosen, steps):
         job = None
     verified = [] if job is None else [*job.steps]
