@@ -123,3 +123,18 @@ def test_a_database_of_orbax_is_read_without_jax(here):
     assert {"jax", "flax", "optax"}.isdisjoint(
         json.loads(found.stderr.splitlines()[-1])
     )
+
+
+@pytest.mark.parametrize("run", ["flaxckpt", "items"])
+def test_the_page_shows_the_tree_of_leaves_without_jax(made, run):
+    script = f"""
+import sys
+from flaxckpt._report.ui import leaves, places, workspace
+
+space = workspace.open_workspace(places.find_places({run!r}))
+shown = leaves.branch(space, workspace.Query(b"run={run}&step=2"))
+space.close()
+assert "opt_state" in shown, shown
+assert not {{"jax", "flax", "optax"}} & {{*sys.modules}}
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=made, check=True)
