@@ -49,12 +49,6 @@ class Served:
             return reply
 
 
-def listen(served, path="/events?run=growing&version="):
-    """Opens a stream of events; returns the socket and the first line of the reply."""
-    stream = send(served, path)
-    return stream, stream.recv(2000).partition(b"\r\n")[0]
-
-
 def send(served, path):
     """Sends a request on a socket of its own, and does not wait for the reply."""
     name, port = served.host.split(":")

@@ -47,7 +47,7 @@ def test_the_token_is_long_and_never_the_same(served, tmp_path):
     "cookie", [None, "", "a=b", "flaxckpt_ui_1=x", "=;=", 'x="', "\x7f", "é=ü"]
 )
 @pytest.mark.parametrize(
-    "path", ["/", "/run?run=one", "/events?run=one", "/static/ui.js"]
+    "path", ["/", "/run?run=one", "/news?run=one", "/static/ui.js"]
 )
 def test_without_the_cookie_nothing_is_shown(served, path, cookie):
     reply = served.ask(path, cookie=cookie)
@@ -139,7 +139,7 @@ def test_every_answer_has_a_strict_policy(served):
         "/static/ui.js",
         "/nothing",
         "/run?run=nothing",
-        "/events?run=no",
+        "/news?run=no",
     ):
         headers = served.ask(path).headers
         policy = headers["content-security-policy"]

@@ -19,13 +19,13 @@ from tests.helpers import chunks, slow
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
-from tests.helpers.ui_server import listen, serving
+from tests.helpers.ui_server import serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-app = pytest.importorskip("flaxckpt._report.ui.app")
+pytest.importorskip("flaxckpt._report.ui.app")
 
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -568,25 +568,6 @@ def test_the_data_of_all_runs_are_loaded_once(visit):
         opened.page.wait_for_timeout(1500)
         loads.append(len([url for url in opened.requests if url.endswith("/runs")]))
     assert 1 in loads, loads
-
-
-@pytest.mark.slow
-def test_a_page_that_may_not_listen_asks_instead(visit, runs, served):
-    streams = [listen(served) for _ in range(app.MOST_STREAMS)]
-    try:
-        assert all(status == b"HTTP/1.1 200 OK" for _, status in streams)
-        opened = visit()
-        page = opened.open("/run", run="growing")
-        page.wait_for_selector("#steps tr[data-step='2']")
-        asked = re.compile(r"live|step \d+ saved")  # perhaps another test saved one
-        sync_api.expect(page.locator("#news")).to_have_text(asked)
-        with flaxckpt.Checkpointer(runs / "growing") as run:
-            save(run, 9)
-        page.wait_for_selector("#steps tr[data-step='9']", timeout=PATIENCE_MS)
-        assert any("/news?" in url for url in opened.requests)
-    finally:
-        for stream, _ in streams:
-            stream.close()
 
 
 def test_curves_answer_to_the_pointer_and_the_log_button(visit):

@@ -1,6 +1,5 @@
-"""Many connections leave room for pages, and Ctrl-C ends whatever is being read."""
+"""News of runs; and Ctrl-C, which ends the server whatever is being read."""
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -11,12 +10,11 @@ import pytest
 
 import flaxckpt
 from tests.helpers import store_servers
-from tests.helpers.ui_server import listen, send, serving
+from tests.helpers.ui_server import send, serving
 
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._report.ui import app
 
 _SOON_SECS = 45
 """A limit for what takes a second at most; reads of a stopped store take a minute."""
@@ -31,30 +29,10 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_streams_of_events_leave_room_for_pages(served):
-    with contextlib.ExitStack() as opened:
-        for _ in range(app.MOST_STREAMS):
-            stream, status = listen(served, "/events?run=one&version=")
-            opened.enter_context(stream)
-            assert status == b"HTTP/1.1 200 OK"
-        refused = served.ask("/events?run=one&version=1")
-        assert refused.status == 503
-        for path in ("/", "/run?run=one", "/leaves?run=one", "/static/ui.js"):
-            assert served.ask(path).status == 200
-        news = json.loads(served.ask("/news?run=one").text)
-        assert set(news) == {"version", "text", "is_bad"}
-    end = time.monotonic() + _SOON_SECS  # closed streams make room
-    while True:
-        stream, status = listen(served, "/events?run=one&version=")
-        stream.close()
-        if status == b"HTTP/1.1 200 OK":
-            break
-        assert time.monotonic() < end, status
-
-
-def test_news_of_a_run_that_does_not_exist_are_not_found(served):
+def test_news_have_a_version_and_a_text(served):
+    news = json.loads(served.ask("/news?run=one").text)
+    assert set(news) == {"version", "text", "is_bad"}
     assert served.ask("/news?run=two").status == 404
-    assert served.ask("/events?run=two").status == 404
 
 
 @pytest.fixture

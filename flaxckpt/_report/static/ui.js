@@ -4,31 +4,18 @@
 (() => {
   // ---- news ---------------------------------------------------------------------------
 
-  const line = document.getElementById("news");
-  let events = null;
-  let address = document.body.dataset.events;
-
-  function listen() {
-    if (!address || events) return;
-    events = new EventSource(address);
-    events.onopen = () => say("live");
-    events.onerror = () => {
-      say(LOST);
-      // Refused, as too many pages listen: this one asks from time to time.
-      if (events?.readyState === EventSource.CLOSED) ask();
-    };
-    events.onmessage = (message) => tell(JSON.parse(message.data));
-  }
-
+  const ASK_MS = 500;
   const LOST = "not connected: is flaxckpt ui still running?";
-  const ASK_MS = 3000;
+  const line = document.getElementById("news");
+  let address = document.body.dataset.news;
   let asking = null;
 
+  // Asks from time to time while the page is seen.
   async function ask() {
     clearTimeout(asking);
-    if (document.hidden) return;
+    if (!address || document.hidden) return;
     try {
-      const reply = await fetch(address.replace("/events", "/news"));
+      const reply = await fetch(address);
       if (reply.status === 404) location.reload(); // deleted
       else if (reply.ok) tell(await reply.json());
     } catch {
@@ -39,7 +26,6 @@
 
   function tell({ version, text, is_bad: isBad }) {
     const isNew = !address.endsWith(`version=${version}`);
-    // Where the next connection goes on.
     address = address.replace(/version=[\d.]*$/, `version=${version}`);
     say(text || "live", isBad);
     if (isNew) showNews();
@@ -66,22 +52,14 @@
     line.classList.toggle("bad", isBad);
   }
 
-  // A browser opens few connections to a server: tabs that nobody sees give theirs back.
-  document.addEventListener("visibilitychange", () => {
-    if (!document.hidden) listen();
-    else if (events) {
-      clearTimeout(asking);
-      events.close();
-      events = null;
-    }
-  });
-  if (!document.hidden) listen();
+  document.addEventListener("visibilitychange", ask);
+  ask();
 
   // ---- what the reader has changed ----------------------------------------------------
 
   // New sections change the old ones in place. What the reader has set stays: folds,
   // searches, sorted columns, the focus, and all that charts.js has drawn.
-  const KEPT = new Set(["open", "hidden", "value", "disabled", "aria-sort", "aria-pressed"]);
+  const KEPT = new Set(["open", "hidden", "value", "selected", "disabled", "aria-sort", "aria-pressed"]);
   const options = {
     morphStyle: "innerHTML",
     ignoreActiveValue: true,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from typing import NamedTuple
 from urllib import parse
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -48,18 +47,6 @@ _HEADERS = {
 _ADVICE = "Open the address that `flaxckpt ui` printed: it ends with a token."
 
 
-class Refusal(NamedTuple):
-    """The answer to a request that is not allowed.
-
-    Attributes:
-        status: The HTTP status.
-        reason: The text of the answer.
-    """
-
-    status: int
-    reason: str
-
-
 class Guard:
     """An ASGI application that passes allowed requests to another, and no others.
 
@@ -96,7 +83,7 @@ class Guard:
         headers = Headers(scope=scope)
         refusal = check_origin(scope["method"], headers)
         if refusal is not None:
-            return PlainTextResponse(refusal.reason, refusal.status)
+            return refusal
         given = _token_in(scope["query_string"])
         if scope["path"] == "/" and given is not None:
             return self._enter(given)
@@ -124,7 +111,7 @@ class Guard:
         )
 
 
-def check_origin(method: str, headers: Headers) -> Refusal | None:
+def check_origin(method: str, headers: Headers) -> Response | None:
     """Returns the refusal of a request by its method and origin, or None.
 
     Args:
@@ -132,19 +119,21 @@ def check_origin(method: str, headers: Headers) -> Refusal | None:
         headers: The headers of the request.
     """
     if method not in ("GET", "HEAD"):
-        return Refusal(405, "this page only reads")
+        return PlainTextResponse("this page only reads", 405)
     hosts = headers.getlist("host")
     if len(hosts) != 1 or _host_name(hosts[0]) not in _OWN_HOSTS:
         # Another name with this address: the site of that name would read our pages.
-        return Refusal(421, "this server answers to 127.0.0.1 and localhost only")
+        return PlainTextResponse(
+            "this server answers to 127.0.0.1 and localhost only", 421
+        )
     origins = headers.getlist("origin")
     if any(origin != f"http://{hosts[0]}" for origin in origins):
-        return Refusal(403, "requests of other origins are refused")
+        return PlainTextResponse("requests of other origins are refused", 403)
     sites = headers.getlist("sec-fetch-site")
     is_navigation = headers.get("sec-fetch-mode") == "navigate"
     is_foreign = any(site not in _OWN_SITES for site in sites)
     if is_foreign and not (is_navigation and headers.get("sec-fetch-dest") in _WINDOWS):
-        return Refusal(403, "requests of other sites are refused")
+        return PlainTextResponse("requests of other sites are refused", 403)
     return None
 
 

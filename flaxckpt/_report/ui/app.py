@@ -1,10 +1,9 @@
-"""The web application: addresses, threads, errors, and events as runs change."""
+"""The web application: addresses, threads, errors, and news as runs change."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from starlette.applications import Starlette
@@ -15,7 +14,6 @@ from starlette.responses import (
     JSONResponse,
     PlainTextResponse,
     Response,
-    StreamingResponse,
 )
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -24,7 +22,6 @@ from flaxckpt import errors
 from flaxckpt._report import assets, templates
 from flaxckpt._report.ui import compare, frame, leaves, overview, plan, runs, verify
 from flaxckpt._report.ui.access import Guard
-from flaxckpt._report.ui.feeds import News
 from flaxckpt._report.ui.workspace import Query, View, Workspace
 
 _VIEWS: Mapping[str, View] = {
@@ -54,13 +51,6 @@ _READS: Mapping[str, View] = {
 
 _VIEWS_AT_ONCE = 4
 
-MOST_STREAMS = 24
-"""Streams of events; the server has more connections, for pages to be opened."""
-
-_NEWS_SECS = 0.25
-_HEARTBEAT_SECS = 15.0
-"""A comment tells whether the browser is still there."""
-
 
 def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
     """Returns the application, behind its guard.
@@ -76,9 +66,7 @@ def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
         for views, turn in ((_VIEWS, few), (_READS, one))
         for path, view in views.items()
     ]
-    streams = asyncio.Semaphore(MOST_STREAMS)
-    routes.append(Route("/events", partial(_events, workspace, streams)))
-    routes.append(Route("/news", partial(_poll, workspace)))
+    routes.append(Route("/news", partial(_tell, workspace)))
     routes += [
         Route(f"/static/{name}", partial(_send_file, *file))
         for name, file in _static_files().items()
@@ -126,59 +114,13 @@ def _encode(content: str) -> bytes:
     return content.encode(errors="backslashreplace")
 
 
-# ---- events -----------------------------------------------------------------------
+# ---- news -------------------------------------------------------------------------
 
 
-async def _events(
-    workspace: Workspace, streams: asyncio.Semaphore, request: Request
-) -> Response:
-    """Sends an event each time a run has changed since the version that is shown.
-
-    The page asks for `/news` instead if there are too many streams already.
-    """
+def _tell(workspace: Workspace, request: Request) -> Response:
+    """Returns the last change of a run, or of all runs, for which pages ask."""
     try:
-        query = Query(request.scope["query_string"])
-        if name := query.text("run"):
-            workspace.places.find(name)
-    except errors.CheckpointError as error:
-        return PlainTextResponse(str(error), _status(error))
-    if streams.locked():
-        return PlainTextResponse("too many pages are open: poll /news", 503)
-    news = partial(run_in_threadpool, runs.news, workspace, query)
-    return StreamingResponse(
-        _stream(workspace, streams, news, query.text("version")),
-        media_type="text/event-stream",
-    )
-
-
-async def _stream(
-    workspace: Workspace,
-    streams: asyncio.Semaphore,
-    news: Callable[[], Awaitable[News]],
-    seen: str,
-) -> AsyncIterator[str]:
-    quiet_secs = 0.0
-    async with streams:
-        while not workspace.feeds.is_closed:
-            try:
-                latest = await news()
-            except errors.CheckpointNotFoundError:  # deleted: the page finds out
-                return
-            if latest.version != seen:
-                seen, quiet_secs = latest.version, 0.0
-                yield f"data: {json.dumps(latest._asdict())}\n\n"
-            if quiet_secs >= _HEARTBEAT_SECS:
-                quiet_secs = 0.0
-                yield ": still here\n\n"
-            await asyncio.sleep(_NEWS_SECS)
-            quiet_secs += _NEWS_SECS
-
-
-async def _poll(workspace: Workspace, request: Request) -> Response:
-    """Returns the last change of a run, or of all runs."""
-    try:
-        query = Query(request.scope["query_string"])
-        latest = await run_in_threadpool(runs.news, workspace, query)
+        latest = runs.news(workspace, Query(request.scope["query_string"]))
     except errors.CheckpointError as error:
         return PlainTextResponse(str(error), _status(error))
     return JSONResponse(latest._asdict())

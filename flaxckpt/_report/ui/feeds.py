@@ -112,11 +112,6 @@ class Feeds:
         version = str(sum(each.version for _, each in found))
         return News(version, text, snapshot.is_bad)
 
-    @property
-    def is_closed(self) -> bool:
-        """True after `close`."""
-        return self._closed.is_set()
-
     def close(self) -> None:
         """Ends the threads, after the reports that they are gathering."""
         self._closed.set()

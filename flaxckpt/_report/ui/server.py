@@ -66,7 +66,6 @@ def serve(
                 lifespan="off",
                 limit_concurrency=_MOST_CONNECTIONS,
             ),
-            before_shutdown=space.close,
         )
         on_ready(f"http://{HOST}:{number}/?token={token}")
         # uvicorn raises the signal again, after it has ended all connections.
@@ -76,17 +75,10 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """A server that ends the streams of events before it waits for connections."""
-
-    def __init__(
-        self, config: uvicorn.Config, *, before_shutdown: Callable[[], None]
-    ) -> None:
-        super().__init__(config)
-        self._before_shutdown = before_shutdown
+    """A server that ends soon, whatever is being read."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the server, and the process if a request is still being answered."""
-        self._before_shutdown()
         try:
             await asyncio.wait_for(super().shutdown(sockets), _SHUTDOWN_SECS)
         except TimeoutError:
