@@ -19,7 +19,8 @@ pages may set on other elements as well:
 | `button[data-copy]` | copies a command, with the chosen step for `{step}` |
 | `button[data-series]` | shows and hides a run in all curves |
 | `th > button.sort` | sorts the rows by `td[data-v]`, or by the text |
-| `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text outside of closed folds and `data-path` (whole numbers match whole numbers); unfolds `[data-branch] > details`; counts in `output.found` |
+| `input[data-search]` | hides the `tbody tr` and `[data-leaf]` of its `data-scope` that lack a word, in their text outside of closed folds and `data-path` (whole numbers match whole numbers, `lr=0.1` a whole tag); unfolds `[data-branch] > details`; counts in `output.found` |
+| `[data-address]` | a control whose value is in the address of the page, under this name |
 | `button[data-action=fold]`, `unfold` | all `[data-branch]` of the `data-scope` |
 | `.control` | is visible only while the script runs, which marks the page with `html.live` |
 """  # noqa: E501

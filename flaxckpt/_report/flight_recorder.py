@@ -125,6 +125,8 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
         return f"{text}; no step has a finite value"
     is_kept = "is kept" if found.is_kept else "was deleted"
     text += f"; last finite step {found.last_finite:,} {is_kept}"
+    if not found.is_kept and (left := _find_finite(report)):
+        text += f", {left[-1]:,} is left"
     if (jump := find_jump(report)) is not None:
         text += f"; {errors.printable(jump[0])} jumped first, at {jump[1]:,}"
     return text
@@ -184,12 +186,27 @@ def _find_best(
 
 
 def choose_step(report: Report) -> int | None:
-    """Returns the step to go on from: the last finite, or newest good step; or None."""
+    """Returns the step to go on from: the newest good one, if finite; or None.
+
+    Of a run that diverged, it is the last good step with a finite value that is left.
+    """
     good = [step.step for step in report.steps if step.step not in report.faults]
+    finite = _find_finite(report)
+    return (finite or good or [None])[-1]
+
+
+def _find_finite(report: Report) -> list[int]:
+    """Returns the good steps of a run that diverged that were still finite."""
     found = find_divergence(report)
-    if found is not None and found.last_finite in good:
-        return found.last_finite
-    return good[-1] if good else None
+    if found is None:
+        return []
+    return [
+        point.step
+        for point in report.metrics[found.metric]
+        if point.step < found.step
+        and math.isfinite(point.value)
+        and not (point.is_deleted or point.is_bad)
+    ]
 
 
 def choose_pair(report: Report) -> tuple[int, int] | None:
@@ -278,16 +295,18 @@ def find_most_changed(leaves: Sequence[LeafHistory]) -> str | None:
 
 
 def actions(report: Report) -> dict[str, str]:
-    """Returns the actions of a run: name -> what it copies, with `{step}`."""
+    """Returns the actions of a run: name -> what it copies, with `{step}`.
+
+    `{pair}` is this step and the newest other one.
+    """
     if not report.is_run:
         return {}
     run, name = shlex.quote(report.path), json.dumps(report.path)
-    newest = max((step.step or 0 for step in report.steps), default=0)
     load = f"flaxckpt.load({name}, state, step={{step}}"
     return {
         "Resume from here": f"state = {load})",
         "Fine-tune from here": f'state = {load}, optimizer="reinit")',
-        "Compare": f"flaxckpt diff {run} {{step}} {newest}",
+        "Compare": f"flaxckpt diff {run} {{pair}}",
         "Export": f"flaxckpt convert {run} step-{{step}}.safetensors --step {{step}}",
         "Save this page": f"flaxckpt report {run} -o report.html",
     }

@@ -86,8 +86,11 @@ def _draw(
         x, y, width, height = box
         x, y, width, height = x + _PAD / 2, y + _PAD / 2, width - _PAD, height - _PAD
         if height > 2.4 * _HEAD and width > 50:
-            share = f"{humanize.size(sizes[group])}, {sizes[group] / total:.0%}"
-            head = _fitting(f"{group}  {share}", width - 2, _BOLD) or "…"
+            size_text = humanize.size(sizes[group])
+            share = f"{size_text}, {sizes[group] / total:.0%}"
+            texts = (f"{group}  {share}", f"{group}  {size_text}")
+            whole = (text for text in texts if len(text) * _BOLD <= width - 2)
+            head = next(whole, _fitting(group, width - 2, _BOLD) or "…")
             picture.heads.append((x + 2, y + 14, head))
             y, height = y + _HEAD, height - _HEAD
         parts = [part for part in groups[group] if part.bytes]

@@ -983,6 +983,16 @@ def test_the_verdict_on_a_run_that_diverged(tmp_path, is_kept):
     assert _report.flight_recorder.choose_step(found) == wanted
 
 
+def test_a_run_that_diverged_goes_on_from_the_last_finite_step_that_is_left(tmp_path):
+    keep = [BestN(1, "loss", "max"), LatestN(2)]
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
+        for step, loss in ((1, 0.5), (2, 0.4), (3, np.nan), (4, np.inf)):
+            saved.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
+    found = gather(tmp_path / "run")
+    assert "last finite step 2 was deleted, 1 is left" in verdict(found).text
+    assert _report.flight_recorder.choose_step(found) == 1
+
+
 @pytest.mark.parametrize(
     ("keep", "wanted"),
     [

@@ -281,6 +281,7 @@ def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
         return opened.page.evaluate("navigator.clipboard.readText()")
 
     assert opened.texts("menu.actions .chosen") == ["Step 80"]
+    assert copy("Compare") == f"flaxckpt diff {report.path} 70 80"
     opened.page.click("#steps tr[data-step='50'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 50"]
     code = copy("Resume from here")

@@ -110,8 +110,8 @@ def test_a_search_finds_names_and_metrics_in_all_groups(opened):
 
 def test_runs_are_grouped_and_found_by_their_tags(opened):
     page = opened.page
-    first = page.locator("tr[data-run='sgd-1'] td").first
-    assert first.text_content() == "optimizer=sgd, lr=0.1"
+    row = page.locator("tr[data-run='sgd-1']")
+    expect(row.get_by_text("optimizer=sgd, lr=0.1", exact=True)).to_be_visible()
     page.select_option("select[name=group]", label="lr")
     captions = page.locator("#all-runs caption")
     expect(captions.nth(3)).to_contain_text("lr=0.3: By the best loss")

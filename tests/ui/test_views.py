@@ -622,25 +622,27 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     [first, *_] = charts_of(ask(overview.page, space, run="run"))["metrics"]
     for line in (loss, first):
         assert line["facts"].startswith(f"best 0.3 at step 50, {last}, ")
-    assert row[2:6] == ["60", "eval/loss 0.3, step 50", "0.5", "0.75"]
-    assert row[-1] == "3 damaged steps; after step 60: 70, 80"
-    assert without[2] == ""
-    assert without[-1] == f"{len(lost)} damaged steps: no step can be used"
+    assert (row["newest"], row["best"]) == ("60", "eval/loss 0.3, step 50")
+    assert (row["last eval/loss"], row["last eval/accuracy"]) == ("0.5", "0.75")
+    assert row["state"] == "3 damaged steps; after step 60: 70, 80"
+    assert without["newest"] == ""
+    assert without["state"] == f"{len(lost)} damaged steps: no step can be used"
 
 
 def test_table_of_runs_shows_verification_results(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "runs" / "run")
     space = open_page(tmp_path / "runs")
     [row] = cells(all_runs(space))
-    assert row[2] == "80"
+    assert row["newest"] == "80"
     flip_bit(largest_file(tmp_path / "runs" / "run" / "80" / "state"))
     [place] = space.places.runs.values()
     steps = space.feeds.latest(place).report.steps
     space.verifications.start(place, steps[-1:])
     space.verifications.job._thread.join()
     [row] = cells(all_runs(space))
-    assert row[2:5] == ["70", "eval/loss 0.3, step 50", "0.55"]
-    assert row[-1] == "1 damaged step; after step 70: 80"
+    assert (row["newest"], row["best"]) == ("70", "eval/loss 0.3, step 50")
+    assert row["last eval/loss"] == "0.55"
+    assert row["state"] == "1 damaged step; after step 70: 80"
 
 
 def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
@@ -656,7 +658,8 @@ def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
     space = open_page(tmp_path / "some")
     shown = ask(overview.page, space, run="without")
     assert "No metrics are stored with the checkpoint." in shown
-    assert [row[2:4] for row in cells(all_runs(space))] == [["0.25", "nan"], ["", ""]]
+    lasts = [(r["last loss"], r["last accuracy"]) for r in cells(all_runs(space))]
+    assert lasts == [("0.25", "nan"), ("", "")]
 
 
 def rows_of(markup, what):
@@ -703,12 +706,14 @@ def best_lines(shown):
 
 
 def cells(shown):
-    """Returns the texts of the cells of each row of a table."""
-    rows = re.findall("<tr[^>]* data-run.*?</tr>", shown)
-    return [
-        [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd].*?</t[hd]>", row)]
-        for row in rows
-    ]
+    """Returns the texts of each row of a table, by the titles of the columns."""
+    [head] = re.findall("<thead>.*?</thead>", shown)
+    rows = [head, *re.findall("<tr[^>]* data-run.*?</tr>", shown)]
+    titles, *texts = (
+        [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[hd][ >].*?</t[hd]>", r)]
+        for r in rows
+    )
+    return [dict(zip(titles, row, strict=True)) for row in texts]
 
 
 def test_an_empty_run_is_shown(tmp_path, open_page):

@@ -61,6 +61,7 @@
   let drawn = []; // what is drawn, each with `draw`
 
   const shownRange = () => view.range ?? extent;
+  const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
 
   // The place in `saved` of the step nearest to a place between steps.
   function nearest(place) {
@@ -77,17 +78,20 @@
     view.range = from <= 0 && to >= end ? null : [saved[from], saved[to]];
     showRange();
     redraw();
-    const [first, last] = shownRange();
     const step = pointed;
     hideStep(); // the pointer is at another one now, without having moved
     window.components.hideTip();
     // The curves change their scales in a microtask.
-    if (step !== null && step >= first && step <= last) queueMicrotask(() => showStep(step));
+    if (step !== null && isShown(step)) queueMicrotask(() => showStep(step));
     remember();
   }
 
   function redraw() {
     for (const each of drawn) each.draw();
+  }
+
+  function rebuild() {
+    for (const each of drawn) each.build?.();
   }
 
   // ---- the address --------------------------------------------------------------------
@@ -148,8 +152,7 @@
   function showRange() {
     const [first, last] = shownRange();
     for (const row of document.querySelectorAll("tr[data-step]")) {
-      const step = Number(row.dataset.step);
-      row.classList.toggle("outside", view.range !== null && (step < first || step > last));
+      row.classList.toggle("outside", view.range !== null && !isShown(Number(row.dataset.step)));
     }
     for (const output of document.querySelectorAll("output.range")) {
       output.textContent = view.range ? `steps ${whole(first)} to ${whole(last)}` : "all steps";
@@ -374,7 +377,7 @@
     move(event) {
       const steps = this.plot.data[0];
       const [first, last] = shownRange();
-      const inside = steps.map((_, n) => n).filter((n) => steps[n] >= first && steps[n] <= last);
+      const inside = [...steps.keys()].filter((n) => isShown(steps[n]));
       const at = inside.indexOf(this.plot.cursor.idx ?? -1);
       const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: inside.length - 1 };
       if (event.key in moves) {
@@ -401,18 +404,17 @@
 
     // Draws a mark for each step: kept, deleted, best or damaged.
     mark(plot) {
-      const [first, last] = shownRange();
       const context = plot.ctx;
       const unit = devicePixelRatio;
       context.save();
       if (this.hasEvents) drawEvents(plot);
       for (const line of this.lines) {
         if (!line.state || view.hidden.has(line.name)) continue;
-        const inside = line.x.filter((x) => x >= first && x <= last).length;
+        const inside = line.x.filter(isShown).length;
         line.x.forEach((x, n) => {
           const value = line.y[n];
           const state = line.state[n];
-          if (value === null || x < first || x > last) return;
+          if (value === null || !isShown(x)) return;
           if (inside > 250 && state !== "b" && state !== "x") return;
           const left = plot.valToPos(x, "x", true);
           const top = plot.valToPos(value, "y", true);
@@ -436,9 +438,8 @@
   function drawEvents(plot) {
     const { left, top, width, height } = plot.bbox;
     const context = plot.ctx;
-    const [first, last] = shownRange();
     for (const [step, kind] of data.events) {
-      if (step < first || step > last || !(kind in LINES)) continue;
+      if (!isShown(step) || !(kind in LINES)) continue;
       const x = plot.valToPos(step, "x", true);
       context.strokeStyle = context.fillStyle = colourOf(LINES[kind]);
       context.globalAlpha = 0.08;
@@ -577,11 +578,9 @@
     draw() {
       const [context, width] = this.begin();
       const place = this.scale(width, shownRange());
-      const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
       context.fillStyle = colourOf("soft");
       for (const [name, y] of LANES) context.fillText(name, 2, y);
       const longest = longestStall(data.saves);
-      if (longest) context.fillText(`≤ ${duration(longest)}`, 2, 72); // their scale
       this.marks = [];
       const { steps, events, saves } = data;
       steps.x.forEach((step, n) => {
@@ -758,9 +757,7 @@
     }
 
     shown() {
-      const [first, last] = shownRange();
-      return data.layers.x.map((_, n) => n)
-        .filter((n) => data.layers.x[n] >= first && data.layers.x[n] <= last);
+      return [...data.layers.x.keys()].filter((n) => isShown(data.layers.x[n]));
     }
 
     draw() {
@@ -962,7 +959,7 @@
   document.addEventListener("input", (event) => {
     if (!event.target.matches?.("input[data-smooth]")) return;
     view.smooth = Number(event.target.value);
-    for (const each of drawn) if (each instanceof Curves) each.build();
+    rebuild();
   });
 
   document.addEventListener("click", (event) => {
@@ -976,7 +973,7 @@
     const name = button.dataset.series;
     const isHidden = !view.hidden.delete(name);
     if (isHidden) view.hidden.add(name);
-    for (const each of drawn) if (each instanceof Curves) each.build();
+    rebuild();
     showSeries();
   }
 
@@ -1006,7 +1003,7 @@
     const rows = event.target.closest?.("#all-runs")?.querySelectorAll("tr[data-run]");
     if (!rows || !event.target.matches("[data-search]")) return;
     view.hidden = new Set([...rows].filter((row) => row.hidden).map((row) => row.dataset.run));
-    for (const each of drawn) if (each instanceof Curves) each.build();
+    rebuild();
     showSeries();
   });
 
@@ -1022,16 +1019,24 @@
         : { d: ", deleted", x: ", damaged" }[data.steps.state[at]] ?? "";
       menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
       for (const button of menu.querySelectorAll("button")) {
-        button.disabled = lost !== "" && button.dataset.copy.includes("{step}");
+        const isMissing = lost !== "" || (button.dataset.copy.includes("{pair}") && !pairWith(step));
+        button.disabled = isMissing && /\{(step|pair)\}/.test(button.dataset.copy);
       }
     }
     remember();
   }
 
+  // A step and the newest other one that exists, the older first; empty without one.
+  function pairWith(step) {
+    const { x, state } = data.steps;
+    const others = x.filter((each, n) => state[n] !== "d" && each !== step);
+    return others.length ? [step, others.at(-1)].sort((a, b) => a - b).join(" ") : "";
+  }
+
   async function copy(button) {
     const menu = button.closest("menu");
-    const step = chosen ?? menu.dataset.step;
-    const words = button.dataset.copy.replaceAll("{step}", step);
+    const step = chosen ?? Number(menu.dataset.step);
+    const words = button.dataset.copy.replaceAll("{step}", step).replace("{pair}", () => pairWith(step));
     const output = menu.querySelector("output");
     try {
       await navigator.clipboard.writeText(words);
