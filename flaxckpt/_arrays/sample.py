@@ -108,7 +108,8 @@ class Sampler:
             return
         free -= _SECS_PER_LEAF * len(chosen)
         each = free / self._secs_per_value() / len(chosen)
-        most = int(min(max(each, _LEAST), _MOST))
+        # Few sizes, so that most saves sample the same values, and can be compared.
+        most = 2 ** int(math.log2(min(max(each, _LEAST), _MOST)))
         parts = [_sample(array, most) for array in chosen]
         summaries = _summarize(parts, [_size(array) for array in chosen])
         for array, summary in zip(chosen, summaries, strict=True):

@@ -245,16 +245,18 @@ def group_layers(report: Report) -> dict[str, list[LeafHistory]]:
 def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
     """Returns step -> the relative change of the norm of a layer since the save before.
 
-    A norm that is not finite is an infinite change.
+    A norm that is not finite is an infinite change. Each leaf is compared with itself:
+    short saves sample only some of the leaves.
     """
-    squares: dict[int, float] = {}
+    squares: dict[int, tuple[float, float]] = {}
     for leaf in leaves:
-        for step, norm in leaf.norms.items():
-            squares[step] = squares.get(step, 0.0) + norm * norm
+        for (_, before), (step, norm) in itertools.pairwise(leaf.norms.items()):
+            old, new = squares.get(step, (0.0, 0.0))
+            squares[step] = old + before * before, new + norm * norm
     changes = {}
-    for (_, before), (step, square) in itertools.pairwise(sorted(squares.items())):
-        norms = math.sqrt(before), math.sqrt(square)
-        change = abs(norms[1] - norms[0]) / (norms[0] or 1.0)
+    for step, square in sorted(squares.items()):
+        old, new = map(math.sqrt, square)
+        change = abs(new - old) / (old or 1.0)
         changes[step] = change if math.isfinite(change) else math.inf
     return changes or {0: 0.0}
 

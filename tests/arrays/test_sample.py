@@ -90,6 +90,16 @@ def test_samples_grow_with_the_time_of_the_save():
     assert sizes[0] < sizes[1] < sizes[2] <= 2**18
 
 
+def test_saves_of_similar_durations_sample_the_same_values():
+    values = np.random.default_rng(0).normal(size=10_000_000).astype(np.float32)
+    norms = set()
+    for secs in (0.9, 1.0, 1.1):
+        now = iter([0.0, 0.0, secs, secs + 0.001])
+        found = sampled(host("w", values), clock=lambda now=now: next(now))
+        norms.add(found["w"].norm)
+    assert len(norms) == 1
+
+
 def test_only_the_largest_arrays_are_sampled():
     arrays = [host(str(n), np.ones(n, np.float32)) for n in range(1, 601)]
     empty = host("empty", np.ones(0, np.float32))

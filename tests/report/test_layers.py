@@ -9,6 +9,7 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import _report
+from flaxckpt._report.data import LeafHistory
 from tests.helpers.report_runs import charts_of
 
 
@@ -95,3 +96,16 @@ def test_layers_are_those_of_the_model_in_any_state(tmp_path, states, layers, ju
     assert sorted(charts_of(_report.page(found))["layers"]["names"]) == layers
     assert _report.flight_recorder.find_jump(found) == (layer, 2)
     assert _report.flight_recorder.find_most_changed(found.leaf_histories) == leaf
+
+
+def test_a_leaf_that_a_short_save_did_not_sample_is_no_change():
+    scale, bias = (
+        LeafHistory(f"params/norm/{name}", "params", "layer", norms, 0, 0, 0, 0, {})
+        for name, norms in (
+            ("scale", {1: 11.0, 3: 11.2, 4: 11.4}),
+            ("bias", {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}),
+        )
+    )
+    changes = _report.flight_recorder.find_changes([scale, bias])
+    assert changes.keys() == {2, 3, 4}
+    assert max(changes.values()) < 0.05
