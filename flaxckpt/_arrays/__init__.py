@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         forms,
         layout,
         lazy,
+        leaf_sample,
         read,
         read_files,
         read_once,

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from flaxckpt import _state
+from flaxckpt._arrays.leaf_sample import BINS, LeafSample
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._zarr.metadata import Array, extent
 
 SHARE = 0.02
 """Fraction of the time of a save that samples may take."""
-
-BINS = 12
-"""Bins of a histogram, of equal width from the minimum to the maximum."""
 
 MAX_LEAVES = 512
 """The largest arrays of a state are sampled; fewer if the save is short."""
@@ -35,30 +33,6 @@ _LEAST, _MOST = 64, 2**18
 
 _RUN = 256
 """Adjacent values that are sampled together: fewer parts of memory are read."""
-
-
-class LeafSample(NamedTuple):
-    """Statistics of a leaf from a sample of its values.
-
-    Attributes:
-        size: Number of values that this process saved.
-        sampled: Number of values in the sample; equal to `size` if all.
-        norm: Root of the sum of squares, scaled up from the finite values.
-        mean: Mean of the finite values; 0 without any, as the next two.
-        min: The smallest finite value.
-        max: The largest finite value.
-        nonfinite: Number of NaNs and infinities in the sample.
-        histogram: Number of finite values in each of `BINS` bins.
-    """
-
-    size: int
-    sampled: int
-    norm: float
-    mean: float
-    min: float
-    max: float
-    nonfinite: int
-    histogram: tuple[int, ...]
 
 
 class Sampler:

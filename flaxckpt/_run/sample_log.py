@@ -28,7 +28,7 @@ class StepSamples(NamedTuple):
 
     step: int
     time: float
-    leaves: Mapping[LeafPath, _arrays.sample.LeafSample]
+    leaves: Mapping[LeafPath, _arrays.leaf_sample.LeafSample]
 
 
 def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
@@ -53,7 +53,7 @@ def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
     _storage.of(path).append_lines(path, line, _MAX_BYTES, mode=mode)
 
 
-def _short(leaf: _arrays.sample.LeafSample) -> list[Any]:
+def _short(leaf: _arrays.leaf_sample.LeafSample) -> list[Any]:
     return [_round(value) if isinstance(value, float) else value for value in leaf]
 
 
@@ -87,14 +87,14 @@ def _parse(line: bytes) -> StepSamples | None:
     return StepSamples(step, when, leaves) if is_step and math.isfinite(when) else None
 
 
-def _to_sample(fields: Any) -> _arrays.sample.LeafSample:
+def _to_sample(fields: Any) -> _arrays.leaf_sample.LeafSample:
     """Returns the statistics in a line.
 
     Raises:
         ValueError, TypeError: The fields are others.
     """
     count, sampled, norm, mean, low, high, nonfinite, bins = fields
-    return _arrays.sample.LeafSample(
+    return _arrays.leaf_sample.LeafSample(
         int(count),
         int(sampled),
         float(norm),

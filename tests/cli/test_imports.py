@@ -125,6 +125,20 @@ def test_a_database_of_orbax_is_read_without_jax(here):
     )
 
 
+def test_statistics_of_leaves_are_read_without_jax(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step in (1, 2):
+            on_step(step, {"w": np.full(4, step)})
+    command = [sys.executable, "-c", PROBE, "report", "run", "--no-diff"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "Statistics of 1 leaf" in (tmp_path / "report.html").read_text()
+    assert HEAVY.isdisjoint(json.loads(found.stderr.splitlines()[-1]))
+
+
 @pytest.mark.parametrize("run", ["flaxckpt", "items"])
 def test_the_page_shows_the_tree_of_leaves_without_jax(made, run):
     script = f"""
