@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import local_storage
 from flaxckpt._zarr import chunk_file as zarr_chunk_file
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
 
@@ -378,14 +377,14 @@ def count_blocks(monkeypatch):
         monkeypatch.setattr(
             zarr_chunk_file, name, counting(getattr(zarr_chunk_file, name))
         )
-    real = local_storage.LocalStorage.read_range
+    real = seams.current("disk.read_range")
 
     def read_range(*args, **options):
         content = real(*args, **options)
         blocks_read.append(len(content))  # small values of a database
         return content
 
-    monkeypatch.setattr(local_storage.LocalStorage, "read_range", read_range)
+    seams.replace(monkeypatch, "disk.read_range", read_range)
 
 
 def bytes_read():

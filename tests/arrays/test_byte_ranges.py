@@ -12,6 +12,7 @@ from flaxckpt import _storage
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import read_files, read_plan
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
+from tests.helpers import seams
 
 
 def write(path, array, before=b"\0" * 3):
@@ -41,7 +42,7 @@ def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_byt
     region = tuple(slice(*b) for b in bounds)
     path = tmp_path_factory.mktemp("span") / "file"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_plan, "_PART_BYTES", part_bytes)
+        seams.replace(patch, "read_plan.part_bytes", part_bytes)
         span = write(path, array)
         store = arrays_read.open_span(span, ts.Context()).result()
         np.testing.assert_array_equal(store.read().result(), array)
@@ -59,7 +60,7 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "flo
 def test_floats_are_cast_in_parts_as_numpy_casts_the_whole(
     tmp_path, monkeypatch, stored, wanted
 ):
-    monkeypatch.setattr(read_files, "_CAST_AT_ONCE", 64)
+    seams.replace(monkeypatch, "read_files.cast_at_once", 64)
     values = np.random.default_rng(0).standard_normal((7, 3, 5)) * 1000
     values[0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
     with np.errstate(over="ignore", invalid="ignore"):

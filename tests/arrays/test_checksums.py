@@ -24,11 +24,10 @@ from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
-from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.helpers import faulty_store as faulty
-from tests.helpers import old_stores, orbax_readers
+from tests.helpers import old_stores, orbax_readers, seams
 from tests.helpers.files import flip_bit
 from tests.helpers.strategies import assert_same
 
@@ -120,9 +119,9 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
     asked = {}
     dtype = "float64" if way == "cast" else "float32"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
-        patch.setattr(read_files, "_SMALL_GAP_BYTES", 1)
-        real = zarr_chunk_file.read
+        seams.replace(patch, "chunk_file.mapped_from", 0)
+        seams.replace(patch, "read_files.small_gap_bytes", 1)
+        real = seams.current("chunk_file.read")
 
         def read(block, into, *, verify, start=0):
             stop = start + sum(view.nbytes for view in into)
@@ -130,7 +129,7 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
             asked.setdefault(block.path.name, []).extend(numbers)
             real(block, into, verify=verify, start=start)
 
-        patch.setattr(zarr_chunk_file, "read", read)
+        seams.replace(patch, "chunk_file.read", read)
 
         def found():
             reading = read_files.from_files(

@@ -18,7 +18,7 @@ from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_read_raw import host
-from tests.helpers import old_stores
+from tests.helpers import old_stores, seams
 
 
 def make_database(root, values):
@@ -162,7 +162,7 @@ def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(LOCAL, "read_range", fail)
+    seams.replace(monkeypatch, "disk.read_range", fail)
     for key in values:
         database.request(key, 50)
     read_files.run([database.reading()])
@@ -386,8 +386,10 @@ def test_the_index_is_read_once_for_all_compressed_arrays(tmp_path, codec, monke
     flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(codec=codec))
     reads = []
     read_tree = ocdbt._read_tree
-    monkeypatch.setattr(
-        ocdbt, "_read_tree", lambda *args: reads.append(args) or read_tree(*args)
+    seams.replace(
+        monkeypatch,
+        "ocdbt.read_tree",
+        lambda *args: reads.append(args) or read_tree(*args),
     )
     found = flaxckpt.load(tmp_path / "c", state)
     assert all((found[name] == state[name]).all() for name in state)

@@ -7,13 +7,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import ArrayLayout
-from flaxckpt._arrays import encode
+from tests.helpers import seams
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(encode, "_ENCODED_PART", 256)
-    monkeypatch.setattr(encode, "ENCODED_AT_ONCE", 1024)
+    seams.replace(monkeypatch, "encode.encoded_part", 256)
+    seams.replace(monkeypatch, "encode.encoded_at_once", 1024)
 
 
 def check(directory, state, layout):

@@ -14,12 +14,11 @@ from flaxckpt import _util
 from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Databases
 from flaxckpt._arrays.read_plan import Span, form_of
-from flaxckpt._storage.storage import LOCAL
-from flaxckpt._zarr import chunk_file, metadata
+from flaxckpt._zarr import metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
-from tests.helpers import old_stores
+from tests.helpers import old_stores, seams
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -76,13 +75,13 @@ def check_values(found, array, regions, dtype=None):
 def reads(monkeypatch):
     """The reads of files of chunks: name, first byte, end."""
     found = []
-    real = LOCAL.read_into
+    real = seams.current("disk.read_into")
 
     def read_into(file, views, /, *, offset, file_size):
         found.append((file.name, offset, offset + sum(v.nbytes for v in views)))
         real(file, views, offset=offset, file_size=file_size)
 
-    monkeypatch.setattr(LOCAL, "read_into", read_into)
+    seams.replace(monkeypatch, "disk.read_into", read_into)
     return found
 
 
@@ -125,7 +124,7 @@ def needed_reads(regions, array, chunk_shape, at_once, gap, *, verify):
 def test_only_the_needed_bytes_are_read_and_once(
     tmp_path, monkeypatch, reads, shape, chunk_shape, verify, gap
 ):
-    monkeypatch.setattr(read_files, "_SMALL_GAP_BYTES", gap)
+    seams.replace(monkeypatch, "read_files.small_gap_bytes", gap)
     array = numbers(shape)
     raw, info = written(tmp_path, array, chunk_shape, 8)
     at_once = (
@@ -203,8 +202,8 @@ def test_damage_is_found_in_the_needed_segments_only(
     page = 1024 if way == "map" else 1  # maps are of pages
     array, chunk_shape = numbers((*shape, page)), (*chunk_shape, page)
     raw, info = written(tmp_path, array, chunk_shape, 8 * page)
-    monkeypatch.setattr(chunk_file, "MAPPED_FROM", 0)
-    monkeypatch.setattr(read_files, "_SMALL_GAP_BYTES", 1)
+    seams.replace(monkeypatch, "chunk_file.mapped_from", 0)
+    seams.replace(monkeypatch, "read_files.small_gap_bytes", 1)
     options = {
         "dtype": "float64" if way == "cast" else "float32",
         "memory_map": way == "map",
@@ -285,7 +284,7 @@ def is_mapped(array, file):
 def test_chunks_that_make_a_run_of_pages_are_mapped(
     tmp_path, monkeypatch, shape, chunk_shape, region, wanted
 ):
-    monkeypatch.setattr(chunk_file, "MAPPED_FROM", 0)
+    seams.replace(monkeypatch, "chunk_file.mapped_from", 0)
     array = numbers(shape)
     raw, info = written(tmp_path, array, chunk_shape, 2**20)
     for options in ({}, {"memory_map": True}, {"memory_map": True, "dtype": "int32"}):
@@ -330,8 +329,8 @@ def test_files_that_cannot_be_mapped_are_read(tmp_path, monkeypatch, code):
     def refuse(*_):
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(chunk_file, "map_block", refuse)
-    monkeypatch.setattr(chunk_file, "map_blocks", refuse)
+    seams.replace(monkeypatch, "chunk_file.map_block", refuse)
+    seams.replace(monkeypatch, "chunk_file.map_blocks", refuse)
     array = numbers((4, 2**14))
     raw, info = written(tmp_path, array, array.shape, 2**20)
     regions = [((1, 3), (0, 2**14))]

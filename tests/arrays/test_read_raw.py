@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from flaxckpt import _util, errors
-from flaxckpt._arrays import chunks_to_write, encode, read_files
+from flaxckpt import errors
+from flaxckpt._arrays import encode, read_files
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays.read_files import Databases
@@ -30,7 +30,7 @@ from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.helpers import old_stores, strategies
+from tests.helpers import old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
 DTYPES = sorted(state_dtypes._STORED_AS_IS)
@@ -213,7 +213,7 @@ def test_any_region_of_any_chunks_comes_back(
         ocdbt=way == "database",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
+        seams.replace(patch, "chunk_file.mapped_from", 0)
         found = read_raw(
             root,
             array,
@@ -247,7 +247,7 @@ def test_any_region_comes_back_from_a_tree_over_one_file(
     by_tensorstore = opened(root, "w", ocdbt=True).read().result()
     assert bits(by_tensorstore) == bits(array)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
+        seams.replace(patch, "chunk_file.mapped_from", 0)
         found = read_tree(
             root, array, chunk_shape, encoding, region, memory_map=memory_map
         )
@@ -269,7 +269,7 @@ def test_no_byte_of_a_tree_changes_unnoticed(tmp_path, memory_map, alignment, na
     region = ((1, 9), (0, 50))
     caught = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
+        seams.replace(patch, "chunk_file.mapped_from", 0)
         for at in range(0, len(whole), max(len(whole) // 97, 1)):
             root = tmp_path / f"{at}"
             shutil.copytree(written, root)
@@ -296,7 +296,7 @@ def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_m
         tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_chunk_file, "MAPPED_FROM", 0)
+        seams.replace(patch, "chunk_file.mapped_from", 0)
         for region in (((0, 10), (0, 1024)), ((5, 9), (0, 1024)), ((2, 9), (7, 1000))):
             found = read_raw(
                 tmp_path,
@@ -326,13 +326,13 @@ def test_parts_of_several_writers_make_one_array(tmp_path):
 def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
     """Rows are written where they are; columns and casts need memory of their own."""
     held = []
-    real = _util.threads.Budget.hold
+    real = seams.current("threads.hold_budget")
 
     def hold(self, size):
         held.append(size)
         return real(self, size)
 
-    monkeypatch.setattr(_util.threads.Budget, "hold", hold)
+    seams.replace(monkeypatch, "threads.hold_budget", hold)
     array = array_of("float32", (64, 64))
     rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
     narrow = host("narrow", array, (64, 64))._replace(dtype="float16")
@@ -394,7 +394,7 @@ def test_auto_maps_local_files_only(saved, monkeypatch):
     assert is_mapped(flaxckpt.load(saved)["w"], saved) == storage_filesystem.is_local(
         saved
     )
-    monkeypatch.setattr(storage_filesystem, "kind", lambda path: "nfs4")
+    seams.replace(monkeypatch, "filesystem.kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 
@@ -403,8 +403,8 @@ def test_without_maps_left_files_are_read(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(zarr_chunk_file, "map_block", refuse)
-    monkeypatch.setattr(zarr_chunk_file, "map_blocks", refuse)
+    seams.replace(monkeypatch, "chunk_file.map_block", refuse)
+    seams.replace(monkeypatch, "chunk_file.map_blocks", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 
@@ -623,7 +623,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
     state = big_state(1)
     ours = flaxckpt.Checkpointer(tmp_path)
     ours.save(1, state).wait()
-    real, replaced = chunks_to_write.has_same_source, []
+    real, replaced = seams.current("chunks_to_write.has_same_source"), []
 
     def has_same_source(*args):
         found = real(*args)
@@ -634,7 +634,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
                 theirs.save(1, big_state(2), on_exists="overwrite").wait()
         return found
 
-    monkeypatch.setattr(chunks_to_write, "has_same_source", has_same_source)
+    seams.replace(monkeypatch, "chunks_to_write.has_same_source", has_same_source)
     with pytest.raises(errors.SaveFailedError, match="was replaced during the save"):
         ours.save(2, state).wait()
     assert ours.steps() == [1]
@@ -677,9 +677,9 @@ def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
 @pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
 def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
     """The CPU's devices have the same kinds of memory, so they can stand in for one."""
-    monkeypatch.setattr(arrays_to_host, "_is_on_cpu", lambda sharding: False)
+    seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     if pinned == "none":
-        monkeypatch.setattr(arrays_to_host, "_pinned", lambda sharding: None)
+        seams.replace(monkeypatch, "to_host.pinned", lambda sharding: None)
     elif pinned == "not enough":
 
         def refuse(*_args, **_kwargs):

@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import device_copy, device_memory, to_host
+from flaxckpt._arrays import device_memory, to_host
 from flaxckpt._checkpoint import save
 from flaxckpt._checkpoint.commit import SaveOptions
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.policies import LatestN
-from tests.helpers import slow, strategies
+from tests.helpers import seams, slow, strategies
 
 
 class Pair(NamedTuple):
@@ -178,7 +178,7 @@ def test_few_batches_are_on_the_host_at_a_time(monkeypatch, pinned):
     arrays = snapshot_of(state)
     copies = [array.shards[0].data.value for array in arrays]
     if pinned == "none":
-        monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
+        seams.replace(monkeypatch, "to_host.pinned", lambda sharding: None)
     elif pinned == "not enough":
         refuse_device_put(monkeypatch)
     on_host = 0
@@ -214,7 +214,7 @@ def refuse_copies(monkeypatch, *, later):
         return copies
 
     program = fail_later if later else raises
-    monkeypatch.setattr(device_copy, "_program", lambda device: program)
+    seams.replace(monkeypatch, "device_copy.program", lambda device: program)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -253,8 +253,8 @@ def test_auto_asks_the_devices_for_their_memory(monkeypatch, caplog, tmp_path, f
         asked.extend(found)
         return fits
 
-    monkeypatch.setattr(device_memory, "has_room", has_room)
-    monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
+    seams.replace(monkeypatch, "device_memory.has_room", has_room)
+    seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     caplog.set_level(logging.DEBUG, "flaxckpt")
     state = {"w": jnp.ones((8, 8)), "n": np.arange(3)}
     with flaxckpt.Checkpointer(tmp_path, snapshot="auto") as ckpt:
@@ -306,8 +306,8 @@ def test_the_peak_of_a_step_counts(stats, size, largest, fits):
 
 def test_no_array_of_the_state_keeps_its_values_on_the_host(monkeypatch):
     """As jax does for arrays that are converted to numpy, if that is a copy."""
-    monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
-    monkeypatch.setattr(to_host, "_pinned", lambda sharding: None)
+    seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
+    seams.replace(monkeypatch, "to_host.pinned", lambda sharding: None)
     state = {"w": jax.device_put(jnp.array([-8, 7, 3], jnp.int4), jax.devices()[1])}
     for memory in ("host", "device"):
         for batch in to_host.staged(snapshot_of(state, memory)):
@@ -348,7 +348,7 @@ def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
 @pytest.mark.parametrize("saves", [pytest.param(200, marks=pytest.mark.slow), 40])
 def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, saves):
     if snapshot == "host":  # through pinned memory, as from an accelerator
-        monkeypatch.setattr(to_host, "_is_on_cpu", lambda sharding: False)
+        seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     params = {f"w{i}": jnp.full((256, 256), i) for i in range(8)}
     state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
     size = sum(array.nbytes for array in jax.tree.leaves(state))

@@ -19,7 +19,7 @@ from flaxckpt._formats import locate
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding
 from tests.arrays.test_read_raw import host, opened
-from tests.helpers import old_stores, strategies
+from tests.helpers import old_stores, seams, strategies
 
 MIB = 2**20
 DATABASE = flaxckpt.ArrayLayout()
@@ -66,8 +66,8 @@ def test_tensorstore_reads_any_arrays(
 ):
     root = tmp_path_factory.mktemp("database")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_database, "_FILE_BYTES", file_bytes)
-        patch.setattr(write_database, "_OWN_FILE_BYTES", own_bytes)
+        seams.replace(patch, "write_database.file_bytes", file_bytes)
+        seams.replace(patch, "write_database.own_file_bytes", own_bytes)
         written = old_stores.write(
             root,
             [host(name, values, chunks) for name, (values, chunks) in arrays.items()],

@@ -9,7 +9,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint.cancellation import Cancellation
-from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 from tests.helpers.gates import Gate
 
 RAW = flaxckpt.ArrayLayout()
@@ -72,7 +72,7 @@ def test_a_failed_save_is_not_cancelled(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LOCAL, "sync_tree", fail)
+    seams.replace(monkeypatch, "disk.sync_tree", fail)
     gate = Gate(monkeypatch, "sync")
     handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
     assert not handle.cancel()

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _arrays, errors
+from flaxckpt import errors
 from flaxckpt._checkpoint import commit, save
 from flaxckpt._steps import markers
 from flaxckpt._storage import rename, store_requests
 from flaxckpt._storage.storage import LOCAL
 from tests.helpers import faulty_store as faulty
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 STATE = {"w": np.arange(20_000.0, dtype="f4"), "b": jnp.ones(3), "n": 1}
 
@@ -294,7 +294,7 @@ def pin_in_the_exchange(monkeypatch):
         markers.pin(final)
         real(temporary, final, aside)
 
-    monkeypatch.setattr(rename, "exchange", exchange)
+    seams.replace(monkeypatch, "rename.exchange", exchange)
 
 
 def test_a_pin_that_comes_at_the_last_moment_is_kept(tmp_path, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(path, content, **options)
 
-    monkeypatch.setattr(LOCAL, "replace", fail)
+    seams.replace(monkeypatch, "disk.replace", fail)
     if is_late:
         with pytest.raises(errors.SaveFailedError, match="saved, but its pin was lost"):
             commit.publish(new, final, overwrite=True)
@@ -342,7 +342,7 @@ def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
 
 
 def test_a_directory_that_was_made_anew_is_not_published(tmp_path, monkeypatch):
-    real = _arrays.write.write
+    real = seams.current("arrays.write")
 
     def write(root, *args, **options):
         checksums = real(root, *args, **options)
@@ -350,7 +350,7 @@ def test_a_directory_that_was_made_anew_is_not_published(tmp_path, monkeypatch):
         shutil.rmtree(temporary)  # as another process after a long pause
         return real(root, *args, **options) or checksums
 
-    monkeypatch.setattr(_arrays.write, "write", write)
+    seams.replace(monkeypatch, "arrays.write", write)
     with pytest.raises(errors.SaveFailedError):
         flaxckpt.save(tmp_path / "c", STATE)
     assert list(tmp_path.iterdir()) == []

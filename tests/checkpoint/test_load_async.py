@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import read as arrays_read
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 from tests.helpers.files import flip_bit
 
 
@@ -29,13 +28,13 @@ def train_state(value, tx=None):
 @pytest.fixture
 def gate(monkeypatch):
     """Reading waits until this event is set."""
-    opened, read = threading.Event(), arrays_read.read
+    opened, read = threading.Event(), seams.current("arrays.read")
 
     def hold(*args):
         assert opened.wait(60)
         return read(*args)
 
-    monkeypatch.setattr(arrays_read, "read", hold)
+    seams.replace(monkeypatch, "arrays.read", hold)
     return opened
 
 

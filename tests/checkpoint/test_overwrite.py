@@ -15,10 +15,9 @@ from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import leases as storage_leases
 from flaxckpt._storage import paths as storage_paths
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
-from tests.helpers import old_stores
+from tests.helpers import old_stores, seams
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
 NEW = {"w": np.ones((2, 3)), "name": "y", "n": 2}
@@ -201,13 +200,13 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
 
 def test_overwrite_keeps_files_added_during_the_save(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
-    real = LOCAL.sync_tree
+    real = seams.current("disk.sync_tree")
 
     def sync_tree(path):
         add_files(tmp_path / "a", ["notes.txt"])
         return real(path)
 
-    monkeypatch.setattr(LOCAL, "sync_tree", sync_tree)
+    seams.replace(monkeypatch, "disk.sync_tree", sync_tree)
     with pytest.raises(errors.CheckpointExistsError) as info:
         flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
     assert_refused(info, "notes.txt")

@@ -9,6 +9,7 @@ import pytest
 from flaxckpt import errors
 from flaxckpt._checkpoint import overwrite
 from tests import GOLDEN
+from tests.helpers import seams
 
 STANDARD = "orbax.checkpoint._src.handlers.StandardCheckpointHandler"
 JSON = "orbax.checkpoint._src.handlers.JsonCheckpointHandler"
@@ -274,7 +275,7 @@ def test_a_step_that_is_deleted_meanwhile_leaves_its_path_free(tmp_path, monkeyp
         shutil.rmtree(path)
         return not any(path.iterdir())  # after it was found to be a directory
 
-    monkeypatch.setattr(overwrite, "_is_empty", delete_first)
+    seams.replace(monkeypatch, "overwrite.is_empty", delete_first)
     overwrite.check_free(step, overwrite=False)
 
 

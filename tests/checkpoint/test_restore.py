@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import read as arrays_read
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
-from tests.helpers import chunks, old_stores, strategies
+from tests.helpers import chunks, old_stores, seams, strategies
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -708,7 +707,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
     """Half of it would be of one save, half of the other, each with good checksums."""
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones(4), "v": np.ones(4)})
-    real = arrays_read._begin
+    real = seams.current("arrays.begin_read")
 
     def begin(job, *args):
         if job.wanted.path == "v":
@@ -716,7 +715,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
             flaxckpt.save(path, other, overwrite=True)
         return real(job, *args)
 
-    monkeypatch.setattr(arrays_read, "_begin", begin)
+    seams.replace(monkeypatch, "arrays.begin_read", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
         flaxckpt.load(path, memory_map=memory_map)
     monkeypatch.undo()
@@ -726,13 +725,13 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
 def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones(4)})
-    real = arrays_read._begin
+    real = seams.current("arrays.begin_read")
 
     def begin(work, *args):
         shutil.rmtree(path)
         return real(work, *args)
 
-    monkeypatch.setattr(arrays_read, "_begin", begin)
+    seams.replace(monkeypatch, "arrays.begin_read", begin)
     with pytest.raises(errors.DamagedCheckpointError, match="replaced or deleted"):
         flaxckpt.load(path)
 

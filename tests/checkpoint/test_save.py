@@ -29,9 +29,8 @@ import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._state import dtypes as state_dtypes
 from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import ocdbt
-from tests.helpers import old_stores, strategies
+from tests.helpers import old_stores, seams, strategies
 
 # ---- every kind of state and leaf -------------------------------------------------
 
@@ -1008,7 +1007,7 @@ def test_failed_save_leaves_no_files_and_names_the_cause(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LOCAL, "sync_tree", full)
+    seams.replace(monkeypatch, "disk.sync_tree", full)
     handle = flaxckpt.save_async(tmp_path / "c", {"a": jnp.ones(3)})
     with pytest.raises(errors.SaveFailedError, match="No space left") as info:
         handle.wait()

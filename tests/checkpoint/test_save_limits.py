@@ -12,13 +12,8 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._formats import locate, native_manifest
-from flaxckpt._formats import orbax_json as native_orbax_json
-from flaxckpt._formats.safetensors import header as safetensors_header
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._util import json_limits as util_json_limits
-from flaxckpt.datasets import _json_codec
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 MIB = 2**20
 
@@ -174,7 +169,7 @@ def test_static_fields_without_a_form_in_json_do_not_hinder(tmp_path, field):
 
 
 def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", 20_000)
+    seams.replace(monkeypatch, "orbax_json.max_bytes", 20_000)
     state = {f"layer {i}": np.zeros(2) for i in range(200)}
     with pytest.raises(errors.SaveFailedError, match=r"flaxckpt\.json.*20000"):
         flaxckpt.save_async(tmp_path / "c", state)
@@ -185,10 +180,10 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 def test_a_manifest_that_cannot_be_parsed_is_not_committed(
     tmp_path, monkeypatch, leaves
 ):
-    monkeypatch.setattr(native_manifest, "_PARSED_LEAVES", 10)
-    row_of = native_manifest.leaf_row
+    seams.replace(monkeypatch, "native_manifest.parsed_leaves", 10)
+    row_of = seams.current("native_manifest.leaf_row")
     changed = lambda info: {**row_of(info), "role": "none"}  # noqa: E731
-    monkeypatch.setattr(native_manifest, "leaf_row", changed)
+    seams.replace(monkeypatch, "native_manifest.leaf_row", changed)
     state = {str(i): None for i in range(leaves)} | {"w": np.zeros(2)}
     with pytest.raises(errors.SaveFailedError, match="none is not a role"):
         flaxckpt.save(tmp_path / "c", state)
@@ -306,7 +301,7 @@ def holds_itself():
 def test_metadata_that_would_not_come_back_is_refused(
     tmp_path, monkeypatch, value, word
 ):
-    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
+    seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     for where in (tmp_path / "c", "memory://test/limits"):
         with pytest.raises(errors.OptionError) as info:
             flaxckpt.save_async(where, {"a": 1}, metadata={"key": value})
@@ -367,7 +362,7 @@ def test_changes_after_the_call_are_not_saved(tmp_path):
 def test_metrics_that_would_not_come_back_are_refused(
     tmp_path, monkeypatch, metrics, word
 ):
-    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
+    seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.OptionError, match=word):
             checkpointer.save(1, {"a": 1}, metrics=metrics)
@@ -378,7 +373,7 @@ def test_metrics_that_would_not_come_back_are_refused(
 
 
 def test_metrics_that_grow_too_large_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(native_orbax_json, "MAX_BYTES", MIB)
+    seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     large = {name * (MIB // 3 * 2): 1.0 for name in "xy"}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": 1}, metrics=dict([large.popitem()])).wait()
@@ -431,8 +426,8 @@ class Iterator:
 def test_states_of_datasets_that_are_not_read_are_refused(
     tmp_path, monkeypatch, state, word
 ):
-    monkeypatch.setattr(_json_codec, "MAX_STATE_BYTES", MIB)
-    monkeypatch.setattr(util_json_limits, "MAX_VALUES", 1000)
+    seams.replace(monkeypatch, "json_codec.max_state_bytes", MIB)
+    seams.replace(monkeypatch, "json_limits.max_values", 1000)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.DatasetStateError, match=word):
             checkpointer.save(1, {"a": 1}, dataset=Iterator(state))
@@ -455,10 +450,10 @@ def test_convert_removes_an_unreadable_result(tmp_path, monkeypatch, name):
     def refuse(*_):
         raise errors.DamagedCheckpointError("more than 64 MiB of text")
 
-    read_stored = locate.read_stored
-    monkeypatch.setattr(
-        locate,
-        "read_stored",
+    read_stored = seams.current("locate.read_stored")
+    seams.replace(
+        monkeypatch,
+        "locate.read_stored",
         lambda path, step: read_stored(path, step) if path.name == "c" else refuse(),
     )
     with pytest.raises(errors.SaveFailedError, match="removed: more than 64 MiB"):
@@ -467,7 +462,7 @@ def test_convert_removes_an_unreadable_result(tmp_path, monkeypatch, name):
 
 
 def test_headers_of_safetensors_that_are_not_read_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", MIB)
+    seams.replace(monkeypatch, "safetensors.max_header_bytes", MIB)
     flaxckpt.save(tmp_path / "c", {"a": np.ones(2), "text": '"' * (MIB // 2)})
     with pytest.raises(errors.OptionError, match="1048576"):
         flaxckpt.convert(tmp_path / "c", tmp_path / "out.safetensors")

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import flaxckpt
-from flaxckpt._zarr import chunk_file
+from tests.helpers import seams
 from tests.helpers.gates import Gate
 
 pytestmark = pytest.mark.skipif(
@@ -27,13 +27,13 @@ def gate(monkeypatch):
     """Holds up chunks until someone waits, and notes the priority of their threads."""
     gate = Gate(monkeypatch, "chunk")
     gate.found = []
-    hold = chunk_file.write
+    hold = seams.current("chunk_file.write")
 
     def note(*args):
         gate.found.append(nice())
         hold(*args)
 
-    monkeypatch.setattr(chunk_file, "write", note)
+    seams.replace(monkeypatch, "chunk_file.write", note)
     return gate
 
 

@@ -18,10 +18,8 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import files as storage_files
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import LatestN
-from tests.helpers import chunks, old_stores, strategies
+from tests.helpers import chunks, old_stores, seams, strategies
 from tests.helpers.chunks import flip
 from tests.helpers.files import flip_bit
 
@@ -586,14 +584,14 @@ def test_a_reader_marks_nothing(tmp_path):
 
 def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
-    real = storage_files.open_regular_file
+    real = seams.current("files.open_regular_file")
 
     def fail(path, **options):
         if "/2/" in str(path):
             raise OSError(errno.EIO, "Input/output error", str(path))
         return real(path, **options)
 
-    monkeypatch.setattr(storage_files, "open_regular_file", fail)
+    seams.replace(monkeypatch, "files.open_regular_file", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
@@ -615,8 +613,8 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return read(path, max_bytes=max_bytes)
 
-    read = LOCAL.read
-    monkeypatch.setattr(LOCAL, "read", denied)
+    read = seams.current("disk.read")
+    seams.replace(monkeypatch, "disk.read", denied)
     monkeypatch.setattr(os, "open", fail)
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
@@ -630,7 +628,7 @@ def test_restore_warns_if_a_step_cannot_be_marked(tmp_path, monkeypatch, caplog)
     def fail(path, content, **options):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(LOCAL, "replace", fail)
+    seams.replace(monkeypatch, "disk.replace", fail)
     strategies.assert_same(state(1), ckpt.restore())
     assert "could not be marked: [Errno 30]" in caplog.text
 

@@ -11,14 +11,11 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import blockwise
 from flaxckpt._checkpoint import verify
-from flaxckpt._storage import bucket
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
-from tests.helpers import chunks, old_stores
+from tests.helpers import chunks, old_stores, seams
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
@@ -72,7 +69,7 @@ def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place, 
 
 
 def test_the_values_that_cannot_be_decoded_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_PIECE_BYTES", 2**14)
+    seams.replace(monkeypatch, "verify.piece_bytes", 2**14)
     layout = {"codec": "zstd", "checksum": False, "chunk_bytes": 2**14}
     path = save(tmp_path / "c", {"w": np.zeros((8, 1024))}, **layout)
     spoil(path, "w/c.1.0")
@@ -211,7 +208,7 @@ def test_an_object_that_is_too_long_is_found():
 @pytest.mark.parametrize("layout", [{}, {"codec": "zstd"}], ids=lambda x: str(x))
 def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
     """Since no more than a part of them has to be in memory."""
-    monkeypatch.setattr(bucket, "_PART_BYTES", 2**12)
+    seams.replace(monkeypatch, "bucket.part_bytes", 2**12)
     path = faulty.new_path("verify-parts") / "c"
     values = np.random.default_rng(0).standard_normal(2**12)
     save(path, {"w": values}, **layout)
@@ -278,7 +275,7 @@ def test_a_link_to_the_outside_or_to_nothing_does_not_hide_damage(tmp_path, targ
 
 def before_manifest(monkeypatch, count, act):
     """Calls `act` with the manifest before it is opened, after `count` times."""
-    real, opened = LOCAL.open_file, []
+    real, opened = seams.current("disk.open_file"), []
 
     def open_file(file, *args, **options):
         if file.name == "flaxckpt.json":
@@ -287,7 +284,7 @@ def before_manifest(monkeypatch, count, act):
                 act(file)
         return real(file, *args, **options)
 
-    monkeypatch.setattr(LOCAL, "open_file", open_file)
+    seams.replace(monkeypatch, "disk.open_file", open_file)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -373,7 +370,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     def fail(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(blockwise, "read", fail)
+    seams.replace(monkeypatch, "blockwise.read", fail)
     report = flaxckpt.verify(tmp_path / "m.safetensors")
     assert report.problems == {}
     assert report.unread == {"w": "larger than the memory"}
@@ -564,7 +561,7 @@ def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
 
 
 def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "_DECODED_AT_ONCE", 2**15)
+    seams.replace(monkeypatch, "verify.decoded_at_once", 2**15)
     layout = {"codec": "zstd", "checksum": False}
     state = {name: np.zeros(2**12) for name in "rstu"}
     path = save(tmp_path / "c", state, **layout)

@@ -21,12 +21,9 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._arrays import write as arrays_write
 from flaxckpt._convert import convert
 from flaxckpt._formats import locate
-from flaxckpt._formats.msgpack import writer as msgpack_writer
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
@@ -35,6 +32,7 @@ from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
+from tests.helpers import seams  # noqa: E402
 from tests.helpers.orbax_readers import READERS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -491,7 +489,7 @@ def test_msgpack_equals_the_bytes_of_flax(tmp_path, monkeypatch, max_bytes, limi
     wanted = flax_state()
     flaxckpt.save(tmp_path / "c", wanted)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", max_bytes)
-    monkeypatch.setattr(msgpack_writer, "MAX_CHUNK_BYTES", max_bytes)
+    seams.replace(monkeypatch, "msgpack.max_chunk_bytes", max_bytes)
     path = tmp_path / "state.msgpack"
     flaxckpt.convert(tmp_path / "c", path, format="msgpack", max_concurrent_bytes=limit)
     content = path.read_bytes()
@@ -628,13 +626,13 @@ def test_killed_conversion_resumes_where_it_stopped(
     }
     assert bool(files) == (format_name == "orbax")
     read = []
-    original = arrays_blockwise.read
+    original = seams.current("blockwise.read")
 
     def traced(pieces, **options):
         read.extend(piece.name for piece in pieces)
         return original(pieces, **options)
 
-    monkeypatch.setattr(arrays_blockwise, "read", traced)
+    seams.replace(monkeypatch, "blockwise.read", traced)
     flaxckpt.convert(
         source,
         target,
@@ -693,9 +691,9 @@ def test_conversion_resumes_after_an_error(tmp_path, monkeypatch, format_name, f
 
     with monkeypatch.context() as patch:
         if fault == "write":
-            patch.setattr(convert.Journal, "add", fail)
+            seams.replace(patch, "convert.journal_add", fail)
         else:
-            patch.setattr(LOCAL, "sync_tree", fail)
+            seams.replace(patch, "disk.sync_tree", fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
@@ -771,13 +769,13 @@ def test_progress_reaches_the_end(source, tmp_path, capsys):
 
 def test_pieces_keep_to_the_limit(source, tmp_path, monkeypatch):
     sizes = []
-    original = arrays_blockwise.read
+    original = seams.current("blockwise.read")
 
     def traced(pieces, **options):
         sizes.append(sum(piece.nbytes for piece in pieces))
         return original(pieces, **options)
 
-    monkeypatch.setattr(arrays_blockwise, "read", traced)
+    seams.replace(monkeypatch, "blockwise.read", traced)
     path = tmp_path / "m.safetensors"
     flaxckpt.convert(source, path, format="safetensors", max_concurrent_bytes=4000)
     flaxckpt.convert(path, tmp_path / "m", format="msgpack", max_concurrent_bytes=4000)

@@ -16,9 +16,8 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, maps
-from flaxckpt._arrays import blockwise
 from flaxckpt.transforms import cast, drop, map_leaf, rename, stack, transpose
-from tests.helpers import hub_cache
+from tests.helpers import hub_cache, seams
 from tests.helpers import published as hf
 
 CONFIG = {"model_type": "tiny", "hidden_size": 4}
@@ -475,13 +474,13 @@ def stop_halfway(done, total):
 def computed(monkeypatch):
     """The names of the leaves that are computed."""
     names = []
-    original = blockwise._compute
+    original = seams.current("blockwise.compute")
 
     def traced(leaves, max_bytes):
         names.extend(leaf.info.path for leaf in leaves)
         return original(leaves, max_bytes)
 
-    monkeypatch.setattr(blockwise, "_compute", traced)
+    seams.replace(monkeypatch, "blockwise.compute", traced)
     return names
 
 

@@ -10,9 +10,8 @@ from orbax import checkpoint as ocp
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt.datasets import StepIndexed
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 LAYOUTS = {
     "none": flaxckpt.ArrayLayout(),
@@ -197,13 +196,13 @@ def test_an_interrupted_conversion_keeps_the_pieces_of_all_items(tmp_path, monke
     done = journal.read_text().splitlines()
     assert len(done) >= 4
     read = []
-    original = arrays_blockwise.read
+    original = seams.current("blockwise.read")
 
     def traced(pieces, **more):
         read.extend(piece.name for piece in pieces)
         return original(pieces, **more)
 
-    monkeypatch.setattr(arrays_blockwise, "read", traced)
+    seams.replace(monkeypatch, "blockwise.read", traced)
     flaxckpt.convert(tmp_path / "source", tmp_path / "new", **options)
     assert set(read).isdisjoint(done)
     assert read

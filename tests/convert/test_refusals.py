@@ -13,10 +13,9 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import blockwise as arrays_blockwise
 from flaxckpt._convert import convert
 from tests import GOLDEN
-from tests.helpers import old_stores, strategies
+from tests.helpers import old_stores, seams, strategies
 
 
 @pytest.fixture
@@ -258,7 +257,7 @@ def test_error_mentions_no_finished_work_if_there_is_none(
     def fail(directory, work, **options):
         raise OSError("no space left")
 
-    monkeypatch.setattr(convert, "Journal", fail)
+    seams.replace(monkeypatch, "convert.journal", fail)
     with pytest.raises(errors.SaveFailedError, match="no space left") as caught:
         flaxckpt.convert(source, tmp_path / "c")
     assert "What is done" not in str(caught.value)
@@ -317,13 +316,13 @@ def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
     layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
     flaxckpt.save(tmp_path / "a", wanted, layout=layout)
     sizes = []
-    original = arrays_blockwise.read
+    original = seams.current("blockwise.read")
 
     def traced(pieces, **options):
         sizes.append(sum(piece.nbytes for piece in pieces))
         return original(pieces, **options)
 
-    monkeypatch.setattr(arrays_blockwise, "read", traced)
+    seams.replace(monkeypatch, "blockwise.read", traced)
     flaxckpt.convert(
         tmp_path / "a",
         tmp_path / "b",

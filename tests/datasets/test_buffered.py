@@ -15,6 +15,7 @@ import pytest
 import flaxckpt
 from flaxckpt import datasets, errors
 from flaxckpt.datasets import Buffered, StepIndexed
+from tests.helpers import seams
 from tests.helpers.dataset_runs import assert_resumes
 
 
@@ -334,7 +335,7 @@ def test_forked_child_gets_an_error_instead_of_waiting():
 
 
 def test_closing_does_not_wait_for_a_batch_that_does_not_come(monkeypatch):
-    monkeypatch.setattr(datasets._buffered, "_SECONDS_AT_EXIT", 0.01)
+    seams.replace(monkeypatch, "buffered.seconds_at_exit", 0.01)
     go_on = threading.Event()
     batches = Buffered(StepIndexed(lambda i: i and go_on.wait()))
     with batches:

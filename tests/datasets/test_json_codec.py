@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import datasets, errors
 from flaxckpt.datasets import _json_codec
+from tests.helpers import seams
 
 TAGS = sorted(_json_codec._TAGS[-1])
 
@@ -233,7 +234,7 @@ def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, ca
 
 
 def test_a_state_that_could_not_be_read_is_not_saved(monkeypatch):
-    monkeypatch.setattr(_json_codec, "MAX_STATE_BYTES", 1000)
+    seams.replace(monkeypatch, "json_codec.max_state_bytes", 1000)
     datasets.state_files(Holder(b"x" * 500))
     with pytest.raises(errors.DatasetStateError, match="more than 1000"):
         datasets.state_files(Holder(b"x" * 1000))

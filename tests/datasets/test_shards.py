@@ -7,8 +7,8 @@ import grain
 import pytest
 
 from flaxckpt import datasets, errors
-from flaxckpt._util import processes as util_processes
 from flaxckpt.datasets import Buffered, Restarting, StepIndexed
+from tests.helpers import seams
 
 BATCHES = 24
 
@@ -18,8 +18,8 @@ def process(monkeypatch):
     """Makes this process one of several."""
 
     def become(index, count):
-        monkeypatch.setattr(util_processes, "process_index", lambda: index)
-        monkeypatch.setattr(util_processes, "process_count", lambda: count)
+        seams.replace(monkeypatch, "processes.process_index", lambda: index)
+        seams.replace(monkeypatch, "processes.process_count", lambda: count)
 
     return become
 

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from flaxckpt._distributed import heartbeat as distributed_heartbeat
 from flaxckpt._distributed import key_value as distributed_key_value
 from flaxckpt._distributed import messages as distributed_messages
 from flaxckpt._distributed import operation as distributed_operation
 from tests.distributed import exercise_together
+from tests.helpers import seams
 
 
 def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
@@ -53,7 +53,7 @@ def test_all_know_how_it_ended_for_all(tmp_path, count):
 
 
 def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed_heartbeat, "SILENT_SECS", 0.3)
+    seams.replace(monkeypatch, "heartbeat.silent_secs", 0.3)
     files = distributed_key_value.FileStore(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
     operation = exercise_together.begin(

@@ -12,6 +12,7 @@ import pytest
 import flaxckpt
 from flaxckpt._storage import temporary as storage_temporary
 from tests.faults import scenarios
+from tests.helpers import seams
 
 KILLS = 30
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
@@ -137,11 +138,11 @@ def test_claimed_directory_is_not_removed(tmp_path):
 
 def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     left = leave(tmp_path, LEFT)
-    monkeypatch.setattr(storage_temporary.filesystem, "is_local", lambda path: False)
+    seams.replace(monkeypatch, "filesystem.is_local", lambda path: False)
     flaxckpt.Checkpointer(tmp_path)
     assert left.exists(), "a process of another machine may write it"
     grow_old(left, 700)
-    monkeypatch.setattr(storage_temporary, "_TOUCHED_EVERY_SECS", 0.01)
+    seams.replace(monkeypatch, "temporary.touched_every_secs", 0.01)
     other = left.with_name(LEFT.replace("0123", "4567"))
     left.rename(other)
     grow_old(other, 700)

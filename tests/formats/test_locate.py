@@ -16,9 +16,8 @@ from flax import serialization
 import flaxckpt
 from flaxckpt import _formats, _inspect, _storage, errors, formats
 from flaxckpt._report.ui import places as ui_places
-from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage.storage import LOCAL
 from tests import GOLDEN
+from tests.helpers import seams
 from tests.helpers.files import without_permissions
 
 
@@ -236,21 +235,21 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
 def slow_saves(monkeypatch):
     """Saves that are written, and not committed before the event is set."""
     go = threading.Event()
-    real = LOCAL.sync_tree
+    real = seams.current("disk.sync_tree")
 
     def sync_tree(path):
         size = real(path)
         go.wait(60)
         return size
 
-    write_marker = storage_commit_marker.commit
+    write_marker = seams.current("commit_marker.commit")
 
     def commit(*args):
         go.wait(60)
         return write_marker(*args)
 
-    monkeypatch.setattr(LOCAL, "sync_tree", sync_tree)
-    monkeypatch.setattr(storage_commit_marker, "commit", commit)
+    seams.replace(monkeypatch, "disk.sync_tree", sync_tree)
+    seams.replace(monkeypatch, "commit_marker.commit", commit)
     yield go
     go.set()
 

@@ -31,9 +31,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms
-from flaxckpt._arrays import read as arrays_read
 from tests import GOLDEN, ROOT
-from tests.helpers import old_stores, slow
+from tests.helpers import old_stores, seams, slow
 from tests.helpers.golden_cases import CASES, Case, assert_same, find, nested
 from tests.hostile import safetensors as hostile_safetensors
 
@@ -54,8 +53,8 @@ def test_there_is_a_golden_checkpoint_of_each_format():
 
 @every_case
 def test_metadata_tells_shapes_and_types_and_reads_no_array(case, monkeypatch):
-    monkeypatch.setattr(arrays_read, "read", None)
-    monkeypatch.setattr(arrays_read, "open_one", None)
+    seams.replace(monkeypatch, "arrays.read", None)
+    seams.replace(monkeypatch, "arrays.open_one", None)
     found = flaxckpt.metadata(case.path)
     detected = formats.detect(case.path)
     assert detected.format == found.format

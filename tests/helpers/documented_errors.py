@@ -18,9 +18,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt._storage import rename as renames
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.transforms import rename
+from tests.helpers import seams
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
 
@@ -310,13 +310,13 @@ def no_answer():
 
 
 def still_writing(monkeypatch):
-    may_end, publish = threading.Event(), renames.publish
+    may_end, publish = threading.Event(), seams.current("rename.publish")
 
     def publish_later(*args, **options):
         assert may_end.wait(60)
         return publish(*args, **options)
 
-    monkeypatch.setattr(renames, "publish", publish_later)
+    seams.replace(monkeypatch, "rename.publish", publish_later)
     handle = flaxckpt.save_async("first", STATE)
     try:
         handle.wait(timeout_secs=0)

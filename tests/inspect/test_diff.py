@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt._inspect import diff as inspect_diff
-from tests.helpers import chunks
+from tests.helpers import chunks, seams
 
 
 def saved(path, state, **options):
@@ -184,8 +184,8 @@ def test_leaves_that_are_called_otherwise(tmp_path):
 
 
 def test_large_leaves_are_compared_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_diff, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(inspect_diff, "_AT_ONCE", 3000)
+    seams.replace(monkeypatch, "diff.piece_bytes", 1000)
+    seams.replace(monkeypatch, "diff.at_once", 3000)
     values = np.arange(5000, dtype=np.float32).reshape(50, 100)
     other = values.copy()
     other[::7, 3] += 1
@@ -248,8 +248,8 @@ def test_checkpoints_with_a_damaged_leaf_are_not_equal(tmp_path):
 
 
 def test_the_damaged_pieces_of_a_large_leaf_make_it_unreadable(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_diff, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(inspect_diff, "_AT_ONCE", 3000)
+    seams.replace(monkeypatch, "diff.piece_bytes", 1000)
+    seams.replace(monkeypatch, "diff.at_once", 3000)
     values = np.arange(5000, dtype=np.float32).reshape(50, 100)
     a = saved(tmp_path / "a", {"x": values, "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": values + 1, "y": np.ones(3)})

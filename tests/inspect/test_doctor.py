@@ -6,7 +6,7 @@ import pytest
 
 from flaxckpt import errors
 from flaxckpt._inspect import doctor as inspect_doctor
-from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 
 
 def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
@@ -29,13 +29,13 @@ def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
 
 def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
     sizes = []
-    real = LOCAL.write
+    real = seams.current("disk.write")
 
     def write(file, content):
         sizes.append(len(content))
         real(file, content)
 
-    monkeypatch.setattr(LOCAL, "write", write)
+    seams.replace(monkeypatch, "disk.write", write)
     inspect_doctor.examine(tmp_path, max_bytes=40 * 2**20, max_secs=1e9)
     assert sum(sizes) <= 40 * 2**20 + inspect_doctor._SMALL_FILES * 4096
     assert sizes.count(2**24) == 2
@@ -45,7 +45,7 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatc
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(LOCAL, "make_directory", refuse)
+    seams.replace(monkeypatch, "disk.make_directory", refuse)
     found = inspect_doctor.examine(tmp_path)
     assert found.problems == (f"cannot write to {tmp_path}: Permission denied",)
     assert found.write_rate is None

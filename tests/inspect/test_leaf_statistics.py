@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import leaf_statistics as inspect_leaf_statistics
+from tests.helpers import seams
 
 finite = st.floats(-1e6, 1e6, width=32)
 odd = st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0])
@@ -67,8 +68,8 @@ def test_the_histogram_is_numpys(tmp_path):
 
 
 def test_a_leaf_of_several_pieces_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(inspect_leaf_statistics, "_PIECE_BYTES", 1000)
-    monkeypatch.setattr(inspect_leaf_statistics, "_AT_ONCE", 3000)
+    seams.replace(monkeypatch, "leaf_statistics.piece_bytes", 1000)
+    seams.replace(monkeypatch, "leaf_statistics.at_once", 3000)
     values = np.random.default_rng(0).normal(size=(30, 50))
     found = of(tmp_path, values)
     assert found.count == 1500

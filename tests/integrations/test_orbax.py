@@ -26,7 +26,6 @@ import flaxckpt
 from flaxckpt import _storage as storage
 from flaxckpt import errors
 from flaxckpt._formats import items
-from flaxckpt._storage.local_storage import LocalStorage
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 
@@ -37,6 +36,7 @@ from flaxckpt.integrations.orbax import (  # noqa: E402
     RestoreArgs,
     SaveArgs,
 )
+from tests.helpers import seams  # noqa: E402
 
 # Orbax warns whenever an array is read without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -161,17 +161,17 @@ def test_a_checkpointer_without_a_manager(tmp_path, kind):
 
 def test_the_values_are_those_at_the_call(tmp_path):
     may_write = threading.Event()
-    real = LocalStorage.write_parts
+    real = seams.current("disk.write_parts")
 
-    def write_later(self, file, parts):
+    def write_later(file, parts):
         assert may_write.wait(60)
-        real(self, file, parts)
+        real(file, parts)
 
     state = {"numpy": np.arange(1000.0), "jax": jnp.arange(1000.0)}
     wanted = jax.tree.map(np.array, state)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     with make_manager(tmp_path) as manager, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStorage, "write_parts", write_later)
+        seams.replace(patch, "disk.write_parts", write_later)
         manager.save(1, args=SaveArgs(state))
         state["numpy"] += 1
         state["jax"] = step(state["jax"])
@@ -350,14 +350,14 @@ def test_a_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path, bad, is_a
 
 
 def test_a_full_disk_fails_the_save_and_commits_nothing(tmp_path, monkeypatch):
-    real = LocalStorage.sync_tree
+    real = seams.current("disk.sync_tree")
 
-    def fail(self, root):
+    def fail(root):
         if "2" in str(root.relative_to(tmp_path)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(self, root)
+        return real(root)
 
-    monkeypatch.setattr(LocalStorage, "sync_tree", fail)
+    seams.replace(monkeypatch, "disk.sync_tree", fail)
     with make_manager(tmp_path) as manager:
         manager.save(1, args=SaveArgs(make_state(1)))
         manager.save(2, args=SaveArgs(make_state(2)))

@@ -16,15 +16,11 @@ import pytest
 from flax import linen
 
 import flaxckpt
-from flaxckpt import _storage, _util, errors
+from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
-from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._steps import delete as steps_delete
 from flaxckpt._steps import journal
-from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
-from tests.helpers import chunks, slow, store_servers, strategies
+from tests.helpers import chunks, seams, slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
 
@@ -229,8 +225,8 @@ def broken_disk(monkeypatch):
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(LOCAL, "sync_tree", fail)
-    monkeypatch.setattr(storage_commit_marker, "commit", fail)  # in object stores
+    seams.replace(monkeypatch, "disk.sync_tree", fail)
+    seams.replace(monkeypatch, "commit_marker.commit", fail)  # in object stores
     return monkeypatch
 
 
@@ -275,7 +271,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_di
 
 
 def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
-    real, running, most = checkpoint_save.write_snapshot, [], []
+    real, running, most = seams.current("save.write_snapshot"), [], []
 
     def execute(snapshot, previous):
         running.append(snapshot)
@@ -284,7 +280,7 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
         running.remove(snapshot)
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "write_snapshot", execute)
+    seams.replace(monkeypatch, "save.write_snapshot", execute)
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         threads = [
             threading.Thread(target=ckpt.save, args=(step, state(step)))
@@ -300,13 +296,13 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
 
 def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
     release = threading.Event()
-    real = checkpoint_save.write_snapshot
+    real = seams.current("save.write_snapshot")
 
     def held_up(snapshot, previous):
         release.wait()
         return real(snapshot, previous)
 
-    monkeypatch.setattr(checkpoint_save, "write_snapshot", held_up)
+    seams.replace(monkeypatch, "save.write_snapshot", held_up)
     ckpt = flaxckpt.Checkpointer(run_dir)
     handle = ckpt.save(1, state(1))
 
@@ -324,7 +320,7 @@ def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
 @pytest.fixture
 def lifeless(monkeypatch):
     """Lets threads end before their work, as Python does without memory."""
-    monkeypatch.setattr(_util.threads, "_LOOK_SECS", 0.05)
+    seams.replace(monkeypatch, "threads.look_secs", 0.05)
     monkeypatch.setattr(threading.Thread, "run", lambda thread: None)
 
 
@@ -405,7 +401,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
 
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
-        monkeypatch.setattr(steps_delete, "delete", fail)
+        seams.replace(monkeypatch, "delete.delete", fail)
         assert ckpt.save(2, state(2)).wait().deleted_steps == ()
     assert "step 1 could not be deleted" in caplog.text
     assert ckpt.steps() == [1, 2]
@@ -421,13 +417,13 @@ def test_a_file_is_no_run_directory(run_dir):
 
 
 def test_waiting_may_time_out(run_dir, monkeypatch):
-    real = checkpoint_save.write_snapshot
+    real = seams.current("save.write_snapshot")
 
     def slow(snapshot):
         time.sleep(0.3)
         return real(snapshot)
 
-    monkeypatch.setattr(checkpoint_save, "write_snapshot", slow)
+    seams.replace(monkeypatch, "save.write_snapshot", slow)
     handle = flaxckpt.save_async(run_dir / "c", state(1))
     with pytest.raises(errors.CheckpointTimeoutError) as info:
         handle.wait(timeout_secs=0.01)
@@ -846,7 +842,7 @@ def test_queries_about_steps_keep_the_error_for_later_calls(tmp_path, monkeypatc
     def fail(*_):
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(checkpoint_commit, "write_files", fail)
+    seams.replace(monkeypatch, "commit.write_files", fail)
     ckpt.save(1, state(1))
     assert ckpt.steps() == []
     assert ckpt.latest_step() is None

@@ -11,6 +11,7 @@ from flaxckpt import _steps, _storage, errors
 from flaxckpt._formats.items import Items
 from flaxckpt._run import judge, retention
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers import seams
 
 PLAIN = _steps.names.StepFormat()
 
@@ -71,8 +72,10 @@ def test_rules_without_policies_for_an_item_leave_it_alone():
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_deletions_end_after_a_while_if_somebody_waits(monkeypatch, is_awaited):
     clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(
-        retention, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
+    seams.replace(
+        monkeypatch,
+        "retention.time",
+        types.SimpleNamespace(monotonic=lambda: clock.now),
     )
     is_over = retention._deadline(lambda: is_awaited)
     clock.now += 10.0
@@ -87,8 +90,10 @@ def test_prune_has_all_the_time_and_a_save_that_is_awaited_has_not(
 ):
     save(tmp_path, *range(1, 9))
     times = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(
-        retention, "time", types.SimpleNamespace(monotonic=lambda: next(times))
+    seams.replace(
+        monkeypatch,
+        "retention.time",
+        types.SimpleNamespace(monotonic=lambda: next(times)),
     )
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
     some = found.delete_unkept(just_saved=8, is_awaited=lambda: True)
@@ -101,8 +106,10 @@ def test_leftovers_are_swept_only_if_time_is_left(tmp_path, monkeypatch):
     left = tmp_path / "9.orbax-checkpoint-tmp-deleted-0123abcd"
     left.mkdir()
     times = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(
-        retention, "time", types.SimpleNamespace(monotonic=lambda: next(times))
+    seams.replace(
+        monkeypatch,
+        "retention.time",
+        types.SimpleNamespace(monotonic=lambda: next(times)),
     )
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
     assert found.delete_unkept(just_saved=4, is_awaited=lambda: True) == (1, 2)
@@ -280,7 +287,7 @@ def test_metrics_that_change_after_the_decision_count(
 
 def test_all_steps_are_deleted_if_nobody_waits(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3, 4, 5)
-    monkeypatch.setattr(retention, "_DELETING_SECS", -1.0)
+    seams.replace(monkeypatch, "retention.deleting_secs", -1.0)
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
     assert found.delete_unkept(is_awaited=lambda: True) == (1, 2)
     assert found.delete_unkept() == (3, 4)
@@ -330,7 +337,7 @@ def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
             raise error
         real(path, **options)
 
-    monkeypatch.setattr(_steps.delete, "delete", delete)
+    seams.replace(monkeypatch, "delete.delete", delete)
     found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
     assert found.delete_unkept() == (2,)
     [record] = [r for r in caplog.records if told in r.getMessage()]

@@ -21,9 +21,8 @@ from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._formats import locate
 from flaxckpt._run import events as run_events
 from flaxckpt._steps import journal as steps_journal
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt.policies import LatestN
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 
 def state(step):
@@ -93,7 +92,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, sinks=[seen.append]) as ckpt:
         with pytest.raises(errors.UnsupportedLeafError):
             ckpt.save(1, {"f": object()})
-        monkeypatch.setattr(LOCAL, "sync_tree", fail)
+        seams.replace(monkeypatch, "disk.sync_tree", fail)
         ckpt.save(2, state(2))
         with pytest.raises(errors.SaveFailedError):
             ckpt.wait()

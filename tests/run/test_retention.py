@@ -22,15 +22,13 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import file_sizes
-from flaxckpt._checkpoint import save as checkpoint_save
-from flaxckpt._run import retention as run_retention
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._storage import files, leases
 from flaxckpt._storage import rename as storage_rename
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
-from tests.helpers import chunks, faulty_store, old_stores, slow, strategies
+from tests.helpers import chunks, faulty_store, old_stores, seams, slow, strategies
 from tests.helpers.files import flip_bit, largest_file, without_permissions
 
 SMALL = "state/d/0.small.0"
@@ -899,9 +897,9 @@ def test_only_the_steps_that_matter_are_looked_at_again(tmp_path, monkeypatch):
     looked = []
     files = file_sizes.Files
     are_unchanged = files.are_unchanged
-    monkeypatch.setattr(
-        files,
-        "are_unchanged",
+    seams.replace(
+        monkeypatch,
+        "files.are_unchanged",
         lambda self, path: looked.append(path.name) or are_unchanged(self, path),
     )
     keep = [LatestN(2), EveryNSteps(10), BestN(1, ACC, "max")]
@@ -1375,7 +1373,7 @@ def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch
 
 
 def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
+    seams.replace(monkeypatch, "retention.deleting_secs", 0)
     save(tmp_path, *range(9))
     waited = threading.Event()
 
@@ -1388,9 +1386,9 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[Waited(1)])
     handle = ckpt.save(9, state(9))
-    monkeypatch.setattr(
-        checkpoint_save._util.progress,
-        "bar",
+    seams.replace(
+        monkeypatch,
+        "progress.bar",
         lambda counter: contextlib.nullcontext(waited.set()),
     )
     assert handle.wait().deleted_steps == (0, 1)
@@ -1400,7 +1398,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
 
 
 def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_retention, "_DELETING_SECS", 0)
+    seams.replace(monkeypatch, "retention.deleting_secs", 0)
     save(tmp_path, *range(9))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     handle = ckpt.save(9, state(9))

@@ -16,15 +16,13 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._checkpoint import commit
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
-from flaxckpt._storage import locks, store_requests, transaction
-from flaxckpt._util import job as util_job
+from flaxckpt._storage import locks
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks, store_servers, strategies
+from tests.helpers import chunks, seams, store_servers, strategies
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
@@ -34,8 +32,8 @@ LAYOUTS = [flaxckpt.ArrayLayout(), flaxckpt.ArrayLayout(codec="zstd")]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 1e-4)
+    seams.replace(monkeypatch, "requests.first_pause_secs", 1e-4)
+    seams.replace(monkeypatch, "requests.longest_pause_secs", 1e-4)
 
 
 def state(step, text="a"):
@@ -272,7 +270,7 @@ def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, ki
 
 def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-changes")
-    real = transaction.Transaction.copy
+    real = seams.current("transaction.copy")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
 
         def upload(*given, **options):
@@ -282,7 +280,7 @@ def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
             ckpt.pin(1)
             return marker
 
-        monkeypatch.setattr(transaction.Transaction, "copy", upload)
+        seams.replace(monkeypatch, "transaction.copy", upload)
         ckpt.save(1, state(1), metrics={"loss": 1.0}, temporary=True).wait()
         ckpt.wait_for_uploads()
         monkeypatch.undo()
@@ -298,7 +296,7 @@ def test_an_upload_waits_for_the_save_that_has_just_renamed_its_step(
     tmp_path, monkeypatch
 ):
     """The upload of an earlier step may find a step before its save has ended."""
-    real = commit.publish
+    real = seams.current("commit.publish")
     told = []
     with flaxckpt.Checkpointer(
         tmp_path / "run", staging=tmp_path / "ssd", sinks=[told.append]
@@ -309,7 +307,7 @@ def test_an_upload_waits_for_the_save_that_has_just_renamed_its_step(
             ckpt._run.uploads.start()
             time.sleep(0.5)  # the upload comes to the step, which is still claimed
 
-        monkeypatch.setattr(commit, "publish", publish)
+        seams.replace(monkeypatch, "commit.publish", publish)
         ckpt.save(1, state(1)).wait()
     assert [event.kind for event in told if event.kind in ("uploaded", "failed")] == [
         "uploaded"
@@ -629,7 +627,7 @@ def test_an_upload_that_is_cut_off_anywhere_is_made_later(
     tmp_path, monkeypatch, layout
 ):
     # The store answers at once: a later upload need not wait for late requests.
-    monkeypatch.setattr(locks, "_LATE_SECS", 0.1)
+    seams.replace(monkeypatch, "locks.late_secs", 0.1)
     for last in range(0, 10_000, 2):
         path = faulty.new_path(f"tiers-cut-{layout.codec}-{last}")
         staging = tmp_path / f"ssd-{last}"
@@ -875,7 +873,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(util_job, "is_distributed", lambda: True)
+    seams.replace(monkeypatch, "processes.is_distributed", lambda: True)
     with pytest.raises(errors.OptionError, match="supports only one process"):
         flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
 

@@ -14,9 +14,8 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage import leases as storage_leases
-from flaxckpt._storage import rename as storage_rename
 from flaxckpt.policies import LatestN
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 OLD = 3600
 
@@ -121,7 +120,7 @@ def test_lease_of_a_killed_reader_expires(tmp_path, monkeypatch):
     reader.communicate()
     ckpt.save(3, state(3)).wait()
     assert ckpt.steps() == [1, 3]
-    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.1)
+    seams.replace(monkeypatch, "leases.expires_secs", 0.1)
     time.sleep(0.2)
     ckpt.save(4, state(4)).wait()
     assert ckpt.steps() == [4]
@@ -205,7 +204,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
     def withdraw(final, aside):
         raise AssertionError("not even for a moment")
 
-    monkeypatch.setattr(storage_rename, "withdraw", withdraw)
+    seams.replace(monkeypatch, "rename.withdraw", withdraw)
     ckpt = flaxckpt.Checkpointer(tmp_path, **{rules: [Late()]})
     reading = ckpt.new_steps()
     assert ckpt.prune() == ()
@@ -217,7 +216,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
 
 def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    real = storage_rename.withdraw
+    real = seams.current("rename.withdraw")
 
     def withdraw(final, aside):
         (final / f"{storage_leases.READING}there-7-00").touch()
@@ -225,7 +224,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(storage_rename, "withdraw", withdraw)
+        seams.replace(patch, "rename.withdraw", withdraw)
         assert ckpt.prune() == ()
     assert ckpt.explain()[1] == ["being read by there:7"]
     strategies.assert_same(state(1), ckpt.restore(step=1))
@@ -255,7 +254,7 @@ def age(file):
 
 def test_a_reader_is_heard_of_again_and_again(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    monkeypatch.setattr(storage_leases, "_EXPIRES_SECS", 0.2)
+    seams.replace(monkeypatch, "leases.expires_secs", 0.2)
     held = flaxckpt.Checkpointer(tmp_path).new_steps()
     next(held)
     [file] = leases(tmp_path)

@@ -10,9 +10,10 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._steps import delete, markers, names
-from flaxckpt._storage import commit_marker, locks, rename
+from flaxckpt._storage import commit_marker, locks
 from flaxckpt._storage import paths as storage_paths
 from tests.helpers import faulty_store as faulty
+from tests.helpers import seams
 
 PLAIN = names.StepFormat()
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
@@ -167,7 +168,7 @@ def test_tidy_logs_errors_of_the_sweep(tmp_path, monkeypatch, caplog):
     def fail(root, step_format):
         raise OSError("on fire")
 
-    monkeypatch.setattr(delete, "sweep", fail)
+    seams.replace(monkeypatch, "delete.sweep", fail)
     delete.tidy(tmp_path, PLAIN, [])
     assert f"could not remove what a crash left in {tmp_path}: on fire" in caplog.text
 
@@ -176,13 +177,13 @@ def test_a_change_that_comes_during_a_deletion_keeps_the_step(tmp_path, monkeypa
     step = tmp_path / "1"
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": np.arange(4.0)}).wait()
-    real = rename.withdraw
+    real = seams.current("rename.withdraw")
 
     def withdraw(final, aside):
         markers.mark_for_upload(final)
         real(final, aside)
 
-    monkeypatch.setattr(rename, "withdraw", withdraw)
+    seams.replace(monkeypatch, "rename.withdraw", withdraw)
     with pytest.raises(errors.SaveFailedError, match="not uploaded"):
         delete.delete(step, find_foreign=none)
     assert markers.is_marked_for_upload(step)

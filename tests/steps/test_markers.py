@@ -12,6 +12,7 @@ from flaxckpt import errors
 from flaxckpt._steps import markers
 from flaxckpt._storage import leases
 from tests.helpers import faulty_store as faulty
+from tests.helpers import seams
 
 SIMPLE = {
     "pinned": (markers.pin, markers.is_pinned, markers.unpin, "PINNED"),
@@ -126,7 +127,7 @@ def test_an_item_is_marked_as_deleted_once(path, monkeypatch):
         assert markers.is_item_deleted(path, item)
         assert name in names(path)
         with monkeypatch.context() as patch:
-            patch.setattr(markers, "_write", None)  # nothing is written again
+            seams.replace(patch, "markers.write", None)  # nothing is written again
             markers.mark_item_deleted(path, item)
     assert markers.deleted_items(names(path)) == {"dataset", "optimizer"}
     assert markers.deleted_items(["dataset", "PINNED"]) == frozenset()
@@ -137,7 +138,7 @@ def test_added_metrics_are_marked_once(path, monkeypatch):
     markers.mark_measured(path)
     assert markers.is_measured(path)
     assert names(path) == {"MEASURED"}
-    monkeypatch.setattr(markers, "_write", None)
+    seams.replace(monkeypatch, "markers.write", None)
     markers.mark_measured(path)
 
 

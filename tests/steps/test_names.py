@@ -11,7 +11,7 @@ from flaxckpt import errors
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import files
+from tests.helpers import seams
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
 
@@ -135,7 +135,7 @@ def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
         if path.exists():
             raise OSError("interrupted")
 
-    monkeypatch.setattr(files, "remove_tree", fail)
+    seams.replace(monkeypatch, "files.remove_tree", fail)
     steps_delete.delete(step, find_foreign=lambda path: [])
     assert "interrupted" in caplog.text
     assert not steps_index.list_steps(tmp_path, steps_names.StepFormat())

@@ -9,17 +9,16 @@ from flaxckpt._steps import index as steps_index
 from flaxckpt._steps import names as steps_names
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
-from flaxckpt._storage import store_requests
 from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(storage_locks, "_LATE_SECS", 0.0)
-    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 1e-4)
+    seams.replace(monkeypatch, "locks.late_secs", 0.0)
+    seams.replace(monkeypatch, "requests.first_pause_secs", 1e-4)
+    seams.replace(monkeypatch, "requests.longest_pause_secs", 1e-4)
 
 
 def state(step, text="a"):
@@ -146,8 +145,8 @@ def test_only_locks_of_live_writers_hold(monkeypatch):
     assert flaxckpt.Checkpointer(path).save(1, state(1)).wait().step == 1
 
     # One of another machine: nobody here can tell, so it is watched.
-    monkeypatch.setattr(storage_locks, "_ABANDONED_SECS", 0.3)
-    monkeypatch.setattr(storage_locks, "_LOOK_SECS", 0.02)
+    seams.replace(monkeypatch, "locks.abandoned_secs", 0.3)
+    seams.replace(monkeypatch, "locks.look_secs", 0.02)
     lock = (path / "2").key + storage_locks.LOCK
     gone = storage_locks._Holder("x", "elsewhere", 1, "1")
     path.store.write(lock, gone.content())

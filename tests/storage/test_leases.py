@@ -15,6 +15,7 @@ import pytest
 from flaxckpt import errors
 from flaxckpt._storage import leases
 from tests.helpers import faulty_store as faulty
+from tests.helpers import seams
 
 KINDS = ("disk", "store")
 LIMIT_SECS = {"disk": 60, "store": 360}
@@ -148,7 +149,7 @@ def test_a_lease_follows_its_checkpoint(path):
 @on_both
 def test_a_lease_is_renewed_again_and_again(path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(leases, "_EXPIRES_SECS", 0.04)
+        seams.replace(patch, "leases.expires_secs", 0.04)
         lease = leases.Lease(path)
     [name] = [name for name in names(path) if name != "file"]
     for _ in range(2):
@@ -213,7 +214,7 @@ def test_a_reader_counts_until_it_is_too_old(path, sign):
 
 @on_disk
 def test_where_the_disk_tells_no_time_an_hour_more_is_allowed(path, monkeypatch):
-    monkeypatch.setattr(leases, "_file_system_time", lambda directory: None)
+    seams.replace(monkeypatch, "leases.file_system_time", lambda directory: None)
     put(path, OTHER, age=3660 - 30)
     assert leases.readers(path) == ["there:7"]
     put(path, OTHER, age=3660 + 30)
@@ -224,7 +225,7 @@ def test_where_the_disk_tells_no_time_an_hour_more_is_allowed(path, monkeypatch)
 def test_ages_are_by_the_clock_of_the_file_system(path, monkeypatch):
     put(path, OTHER, age=70)
     now = time.time()
-    monkeypatch.setattr(leases, "_file_system_time", lambda directory: now - 30)
+    seams.replace(monkeypatch, "leases.file_system_time", lambda directory: now - 30)
     assert leases.readers(path) == ["there:7"]
     assert not leases.is_older(path / OTHER, 45)
     assert leases.is_older(path / OTHER, 35)
@@ -236,7 +237,7 @@ def test_an_age_that_is_unknown_is_not_older(path, monkeypatch):
     assert leases.is_older(path / OTHER, 60)
     assert not leases.is_older(path / OTHER, 80)
     assert not leases.is_older(path / "missing", 0)
-    monkeypatch.setattr(leases, "_file_system_time", lambda directory: None)
+    seams.replace(monkeypatch, "leases.file_system_time", lambda directory: None)
     assert not leases.is_older(path / OTHER, 60)
 
 
@@ -377,6 +378,6 @@ def test_a_file_that_is_gone_by_now_need_not_be_swept(path, monkeypatch):
         return False
 
     put(path, OTHER)
-    monkeypatch.setattr(leases, "_is_recent", is_recent)
+    seams.replace(monkeypatch, "leases.is_recent", is_recent)
     leases.sweep(path)
     assert names(path) == ["file"]

@@ -11,8 +11,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._storage import files as storage_files
 from flaxckpt._storage import rename as storage_rename
+from tests.helpers import seams
 
 
 def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_failed_sync_is_undone_or_reported_as_not_durable(
         if len(calls) <= failing:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage_files, "sync_directory", fail)
+    seams.replace(monkeypatch, "files.sync_directory", fail)
     acts = {
         "publish": lambda: storage_rename.publish(new, old),
         "exchange": lambda: storage_rename.exchange(new, old),

@@ -16,13 +16,13 @@ from flaxckpt._storage import (
     filesystem,
     listing,
     local_storage,
-    modes,
     paths,
     rename,
     temporary,
     transaction,
 )
 from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 
 
 class Disk:
@@ -148,7 +148,7 @@ def test_sizes_are_those_of_the_files(tree):
 
 def test_a_file_that_goes_while_sizes_are_added_counts_nothing(tree, monkeypatch):
     real = listing.files_below(tree)
-    monkeypatch.setattr(listing, "files_below", lambda path: [*real, "gone"])
+    seams.replace(monkeypatch, "listing.files_below", lambda path: [*real, "gone"])
     assert listing.known_size_below(tree) >= 9
 
 
@@ -197,7 +197,7 @@ def test_a_digest_has_a_limit(tree):
 
 
 def test_a_stream_gives_all_bytes(tree, monkeypatch):
-    monkeypatch.setattr(local_storage, "_STREAM_BYTES", 3)
+    seams.replace(monkeypatch, "local_storage.stream_bytes", 3)
     (tree / "b").write_bytes(b"12345678")
     parts = [bytes(part) for part in LOCAL.stream(tree / "b", tree, 8)]
     assert parts == [b"123", b"456", b"78"]
@@ -218,7 +218,7 @@ def test_a_range_is_read_though_calls_read_less(tree, monkeypatch):
 
 def test_bytes_are_read_into_several_views(tmp_path, monkeypatch):
     file = make(tmp_path, array__chunk=b"0123456789") / "array/chunk"
-    monkeypatch.setattr(local_storage, "_CALL_BYTES", 3)
+    seams.replace(monkeypatch, "local_storage.call_bytes", 3)
     first, second = bytearray(4), bytearray(5)
     views = [memoryview(first), memoryview(second)]
     LOCAL.read_into(file, views, offset=1, file_size=10)
@@ -316,8 +316,10 @@ def test_a_replacement_is_whole_durable_and_of_its_mode(tmp_path, disk, umask, m
 
 def test_a_private_file_is_private_before_it_has_content(tmp_path, monkeypatch, umask):
     modes_of_empty = []
-    monkeypatch.setattr(
-        modes, "follow", lambda file, mode: modes_of_empty.append(permissions(file))
+    seams.replace(
+        monkeypatch,
+        "modes.follow",
+        lambda file, mode: modes_of_empty.append(permissions(file)),
     )
     LOCAL.replace(tmp_path / "a", b"new", mode=0o750)
     assert modes_of_empty == [0o600]
@@ -359,7 +361,7 @@ def test_a_directory_that_another_process_makes_keeps_its_mode(tmp_path, mode, u
 
 
 def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
-    monkeypatch.setattr(local_storage, "_SYNCING_THREADS", 1)
+    seams.replace(monkeypatch, "local_storage.syncing_threads", 1)
     for name in ("link", "to_a", "broken"):
         (tree / name).unlink()
     os.link(tree / "b", tree.parent / "again")
@@ -381,7 +383,7 @@ def test_a_pipe_in_a_tree_is_an_error_and_not_waited_for(tmp_path):
 def test_parts_are_written_in_order_though_calls_write_less(
     tmp_path, monkeypatch, umask
 ):
-    monkeypatch.setattr(local_storage, "_WRITTEN_AT_ONCE", 3)
+    seams.replace(monkeypatch, "local_storage.written_at_once", 3)
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:2]))
     LOCAL.write_parts(tmp_path / "a", [memoryview(b"12345"), memoryview(b"678")])
@@ -392,7 +394,7 @@ def test_parts_are_written_in_order_though_calls_write_less(
 
 
 def test_large_files_are_synced_at_once(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(local_storage, "_SYNCED_AT_ONCE", 4)
+    seams.replace(monkeypatch, "local_storage.synced_at_once", 4)
     LOCAL.write_parts(tmp_path / "a", [memoryview(b"12"), memoryview(b"34")])
     LOCAL.write_parts(tmp_path / "b", [memoryview(b"12"), memoryview(b"3")])
     assert disk.synced == ["a"]
@@ -413,9 +415,9 @@ def test_lines_are_appended_whole(tmp_path, umask):
 
 def test_a_new_journal_is_private_before_it_has_its_mode(tmp_path, monkeypatch, umask):
     found = []
-    monkeypatch.setattr(
-        modes,
-        "set_on_file",
+    seams.replace(
+        monkeypatch,
+        "modes.set_on_file",
         lambda fd, mode: found.append(os.fstat(fd).st_mode & 0o777),
     )
     LOCAL.append_lines(tmp_path / "log", b"1\n", 100, mode=0o750)
@@ -616,7 +618,7 @@ def late(monkeypatch, act):
         act(final)
         real(final, aside)
 
-    monkeypatch.setattr(rename, "withdraw", withdraw)
+    seams.replace(monkeypatch, "rename.withdraw", withdraw)
 
 
 def test_a_deletion_takes_the_name_durably_and_then_the_files(
@@ -624,9 +626,9 @@ def test_a_deletion_takes_the_name_durably_and_then_the_files(
 ):
     make(tmp_path / "7", state__w=b"12345")
     seen = []
-    monkeypatch.setattr(
-        temporary,
-        "discard",
+    seams.replace(
+        monkeypatch,
+        "temporary.discard",
         lambda path: seen.append((disk.synced[-1], LOCAL.names(path))),
     )
     transaction.delete(tmp_path / "7", lambda path: None)
@@ -677,7 +679,9 @@ def test_delete_claims_the_step_meanwhile(tmp_path, monkeypatch):
     make(tmp_path / "7", file=b"")
     late(monkeypatch, lambda path: seen.append(_is_free(path)))
     seen = []
-    monkeypatch.setattr(temporary, "discard", lambda path: seen.append(_is_free(path)))
+    seams.replace(
+        monkeypatch, "temporary.discard", lambda path: seen.append(_is_free(path))
+    )
     transaction.delete(tmp_path / "7", lambda path: None)
     assert seen == [False, False]
 
@@ -715,7 +719,7 @@ def test_a_part_with_a_late_reader_gets_its_name_back_durably(
         (step / READER).touch()
         return real(part, aside)
 
-    monkeypatch.setattr(LOCAL, "withdraw_name", withdraw_name)
+    seams.replace(monkeypatch, "disk.withdraw_name", withdraw_name)
     with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
         transaction.delete_part(step, "state", bool)
     assert sorted(LOCAL.names(step)) == [READER, "state"]

@@ -16,6 +16,7 @@ import pytest
 from flaxckpt import errors
 from flaxckpt._storage import locks
 from tests.helpers import faulty_store as faulty
+from tests.helpers import seams
 
 ELSEWHERE = locks._Holder("x", "elsewhere boot ns", 17, "1")
 UNREADABLE = {
@@ -44,8 +45,8 @@ def clock(monkeypatch):
 
     clock = types.SimpleNamespace(now=1000.0, sleeps=0, actions={}, sleep=sleep)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(locks, "time", clock)
-    monkeypatch.setattr(locks, "_seen", {})
+    seams.replace(monkeypatch, "locks.time", clock)
+    seams.replace(monkeypatch, "locks.seen", {})
     return clock
 
 
@@ -84,7 +85,7 @@ def test_a_lock_is_there_until_it_is_released(path):
 
 
 def test_a_held_lock_changes_again_and_again(path, monkeypatch):
-    monkeypatch.setattr(locks, "_BEAT_SECS", 0.01)
+    seams.replace(monkeypatch, "locks.beat_secs", 0.01)
     with locks.lock(path):
         beats = [read(path)["beat"]]
         while len(set(beats)) < 4:

@@ -11,9 +11,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt.policies import LatestN
-from tests.helpers import networks, strategies
+from tests.helpers import networks, seams, strategies
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +89,7 @@ def test_a_network_that_resets_connections_leaves_no_half_step(net, url):
 
 
 def test_save_fails_in_time_on_a_network_that_swallows_it(net, url, monkeypatch):
-    real, writing = storage_commit_marker.write_new, threading.Event()
+    real, writing = seams.current("commit_marker.write_new"), threading.Event()
 
     def write_new(path, content):
         if "/d/" in path.key and not writing.is_set():
@@ -100,7 +99,7 @@ def test_save_fails_in_time_on_a_network_that_swallows_it(net, url, monkeypatch)
 
     ckpt = flaxckpt.Checkpointer(url)
     ckpt.save(1, state(1)).wait()
-    monkeypatch.setattr(storage_commit_marker, "write_new", write_new)
+    seams.replace(monkeypatch, "commit_marker.write_new", write_new)
     begun = time.monotonic()
     with pytest.raises(errors.SaveFailedError, match=r"within 3.* s.*deadline_secs"):
         ckpt.save(2, state(2)).wait()

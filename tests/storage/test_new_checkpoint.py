@@ -10,6 +10,7 @@ from flaxckpt import errors
 from flaxckpt._storage import commit_marker, files, leases, locks, transaction
 from flaxckpt._storage.storage import of
 from tests.helpers import faulty_store as faulty
+from tests.helpers import seams
 
 FILES = {"state/d/0.small.0": b"weights", "_METADATA": b"{}"}
 
@@ -17,7 +18,7 @@ FILES = {"state/d/0.small.0": b"weights", "_METADATA": b"{}"}
 @pytest.fixture
 def path(monkeypatch):
     """A checkpoint in a store where no request arrives late."""
-    monkeypatch.setattr(locks, "_LATE_SECS", 0.0)
+    seams.replace(monkeypatch, "locks.late_secs", 0.0)
     return faulty.new_path("new-checkpoint") / "1"
 
 
@@ -182,7 +183,7 @@ def test_the_lock_of_another_holder_is_not_waited_for(path, monkeypatch):
 
     clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     with locks.lock(path), monkeypatch.context() as patch:
-        patch.setattr(locks, "time", clock)
+        seams.replace(patch, "locks.time", clock)
         for act in (write, lambda path: commit_marker.locked(path).__enter__()):
             with pytest.raises(errors.CheckpointExistsError, match="written by"):
                 act(path)
@@ -388,7 +389,7 @@ def test_a_removal_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
 
 
 def test_a_removal_without_an_answer_is_not_continued_at_once(path, monkeypatch):
-    monkeypatch.setattr(locks, "_LATE_SECS", 1000.0)
+    seams.replace(monkeypatch, "locks.late_secs", 1000.0)
     (path / "file").write_bytes(b"1")
     with faulty.faulty(path) as kv, locks.lock(path) as lock:
         kv._last = 0

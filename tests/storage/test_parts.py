@@ -5,10 +5,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._arrays import write_database
-from flaxckpt._storage import bucket as storage_bucket
 from tests.helpers import faulty_store as faulty
-from tests.helpers import slow, strategies
+from tests.helpers import seams, slow, strategies
 
 PLACES = ("memory", "moto", "seaweed")
 DATABASE = flaxckpt.ArrayLayout(chunk_bytes=2**14)
@@ -18,8 +16,8 @@ PART = 1000
 @pytest.fixture
 def small_parts(monkeypatch):
     """Values are read in parts of `PART` bytes, and databases sent in small parts."""
-    monkeypatch.setattr(storage_bucket, "_PART_BYTES", PART)
-    monkeypatch.setattr(write_database, "_FILE_BYTES", 2**15)
+    seams.replace(monkeypatch, "bucket.part_bytes", PART)
+    seams.replace(monkeypatch, "write_database.file_bytes", 2**15)
 
 
 def arrays(count=6):
@@ -74,15 +72,15 @@ def test_a_value_that_is_gone_is_missing(store_path, small_parts, size):
 def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monkeypatch):
     file = store_path("memory") / "value"
     file.write_bytes(bytes(5000))
-    monkeypatch.setattr(storage_bucket, "_PARTS_AT_A_TIME", 1)
-    real = storage_bucket.Bucket.read
+    seams.replace(monkeypatch, "bucket.parts_at_a_time", 1)
+    real = seams.current("bucket.read")
 
     def read(self, key, *, start=None, **options):
         if start == 3 * PART:
             file.write_bytes(b"\1" * 5000)
         return real(self, key, start=start, **options)
 
-    monkeypatch.setattr(storage_bucket.Bucket, "read", read)
+    seams.replace(monkeypatch, "bucket.read", read)
     _, views = views_of(5000)
     with pytest.raises(errors.StoreError, match="replaced during the read"):
         _storage.of(file).read_into(file, views, offset=0, file_size=5000)

@@ -10,9 +10,8 @@ from flaxckpt import errors
 from flaxckpt._run import edit
 from flaxckpt._steps import delete as steps_delete
 from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import leases, rename
-from flaxckpt._storage.storage import LOCAL
-from tests.helpers import faulty_store, strategies
+from flaxckpt._storage import leases
+from tests.helpers import faulty_store, seams, strategies
 
 FORMAT = steps_names.StepFormat()
 
@@ -43,7 +42,7 @@ def late_reader(step):
 
 def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
     step = saved(tmp_path, items=("params", "opt_state"))
-    real, readers = LOCAL.withdraw_name, []
+    real, readers = seams.current("disk.withdraw_name"), []
 
     def withdraw_name(directory, aside):
         if not readers:
@@ -51,7 +50,7 @@ def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
         return real(directory, aside)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LOCAL, "withdraw_name", withdraw_name)
+        seams.replace(patch, "disk.withdraw_name", withdraw_name)
         with pytest.raises(errors.SaveFailedError, match="is being read"):
             edit.delete_item(step, "opt_state")
     assert (step / "opt_state").is_dir()
@@ -62,14 +61,14 @@ def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
 
 def test_sweep_spares_a_cut_off_deletion_under_a_reader(tmp_path, monkeypatch):
     step = saved(tmp_path)
-    real, readers = rename.withdraw, []
+    real, readers = seams.current("rename.withdraw"), []
 
     def withdraw(final, aside):
         readers.append(late_reader(step))
         real(final, aside)
         raise KeyboardInterrupt  # as if killed here
 
-    monkeypatch.setattr(rename, "withdraw", withdraw)
+    seams.replace(monkeypatch, "rename.withdraw", withdraw)
     with pytest.raises(KeyboardInterrupt):
         steps_delete.delete(step, find_foreign=lambda path: [])
     steps_delete.sweep(tmp_path, FORMAT)
@@ -91,7 +90,7 @@ def test_a_step_that_vanishes_while_a_reader_looks_is_deleted(tmp_path, monkeypa
             step.rename(tmp_path / "aside")
         return real(path, names)
 
-    monkeypatch.setattr(leases, "unexpired", unexpired)
+    seams.replace(monkeypatch, "leases.unexpired", unexpired)
     assert leases.is_being_deleted(step)
 
 
@@ -109,7 +108,7 @@ def test_a_step_without_its_marker_is_not_given_to_a_reader(monkeypatch):
                     (step / key).unlink()
         return made
 
-    monkeypatch.setattr(leases, "Lease", lease)
+    seams.replace(monkeypatch, "leases.make", lease)
     with flaxckpt.Checkpointer(path, read_only=True) as ckpt:
         assert list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01)) == [2]
     assert not step.keys()

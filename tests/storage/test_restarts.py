@@ -15,9 +15,8 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import locks as storage_locks
-from flaxckpt._storage import store_requests
 from tests.helpers import faulty_store as faulty
-from tests.helpers import store_servers, strategies
+from tests.helpers import seams, store_servers, strategies
 
 OUTAGE_SECS = 1.0
 LAYOUTS = {
@@ -123,9 +122,9 @@ class Proxy:
 def proxy(tmp_path_factory, monkeypatch):
     server = store_servers.running("moto", tmp_path_factory)
     # So that a few repetitions end long before an outage does.
-    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 0.01)
-    monkeypatch.setattr(store_requests, "_LONGEST_PAUSE_SECS", 0.05)
-    monkeypatch.setattr(store_requests, "_OWN_RETRIES", {"max_retries": 0})
+    seams.replace(monkeypatch, "requests.first_pause_secs", 0.01)
+    seams.replace(monkeypatch, "requests.longest_pause_secs", 0.05)
+    seams.replace(monkeypatch, "requests.own_retries", {"max_retries": 0})
     made = Proxy(server)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -172,7 +171,7 @@ def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
             timers.append(proxy.restart())  # just before the marker is written
         real(lock)
 
-    monkeypatch.setattr(storage_locks.Lock, "confirm", confirm)
+    seams.replace(monkeypatch, "locks.confirm", confirm)
     ckpt.save(2, state(2)).wait()
     timers[0].join()
     ckpt.close()
@@ -233,10 +232,10 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
     clock = types.SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
     )
-    monkeypatch.setattr(storage_locks, "time", clock)
-    monkeypatch.setattr(storage_locks, "_machine", lambda: "the holder's")
+    seams.replace(monkeypatch, "locks.time", clock)
+    seams.replace(monkeypatch, "locks.machine", lambda: "the holder's")
     with storage_locks.lock(path) as lock:
-        monkeypatch.setattr(storage_locks, "_machine", lambda: "another")
+        seams.replace(monkeypatch, "locks.machine", lambda: "another")
 
         def read(key, **given):
             found = real(key, **given)
@@ -259,7 +258,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 
 
 def test_save_fails_soon_if_the_store_never_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_requests, "_FIRST_PAUSE_SECS", 1e-3)
+    seams.replace(monkeypatch, "requests.first_pause_secs", 1e-3)
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as dead:

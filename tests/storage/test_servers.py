@@ -13,10 +13,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
 from flaxckpt._storage import store_options, store_requests
-from tests.helpers import slow, store_servers, strategies
+from tests.helpers import seams, slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 
 SERVERS = ("moto", "seaweed")
@@ -122,7 +121,7 @@ def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
         ckpt = flaxckpt.Checkpointer(url)
         ckpt.save(1, state(1)).wait()
         writing, killed = threading.Event(), threading.Event()
-        real = storage_commit_marker.write_new
+        real = seams.current("commit_marker.write_new")
 
         def write_new(path, content):
             real(path, content)
@@ -130,7 +129,7 @@ def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
                 writing.set()
                 killed.wait(30)
 
-        monkeypatch.setattr(storage_commit_marker, "write_new", write_new)
+        seams.replace(monkeypatch, "commit_marker.write_new", write_new)
         begun = time.monotonic()
         handle = ckpt.save(2, large)
         assert writing.wait(30)

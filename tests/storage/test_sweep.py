@@ -2,7 +2,8 @@
 
 import contextlib
 
-from flaxckpt._storage import files, rename, temporary
+from flaxckpt._storage import rename, temporary
+from tests.helpers import seams
 
 
 def test_the_last_renames_are_durable_before_a_leftover_is_removed(
@@ -15,7 +16,11 @@ def test_the_last_renames_are_durable_before_a_leftover_is_removed(
         path.mkdir()
         (path / "data").write_text(text)
     calls = []
-    claim, sync, remove = temporary.claim, files.sync_directory, files.remove_tree
+    claim, sync, remove = (
+        temporary.claim,
+        seams.current("files.sync_directory"),
+        seams.current("files.remove_tree"),
+    )
 
     @contextlib.contextmanager
     def late_claim(path):
@@ -24,12 +29,16 @@ def test_the_last_renames_are_durable_before_a_leftover_is_removed(
         with claim(path) as is_ours:
             yield is_ours
 
-    monkeypatch.setattr(temporary, "claim", late_claim)
-    monkeypatch.setattr(
-        files, "sync_directory", lambda path: (calls.append("sync"), sync(path))
+    seams.replace(monkeypatch, "temporary.claim", late_claim)
+    seams.replace(
+        monkeypatch,
+        "files.sync_directory",
+        lambda path: (calls.append("sync"), sync(path)),
     )
-    monkeypatch.setattr(
-        files, "remove_tree", lambda path: (calls.append("remove"), remove(path))
+    seams.replace(
+        monkeypatch,
+        "files.remove_tree",
+        lambda path: (calls.append("remove"), remove(path)),
     )
     temporary.sweep(tmp_path, lambda name: True)
     assert calls == ["exchange", "sync", "remove"]

@@ -5,14 +5,14 @@ import contextlib
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._storage import commit_marker, leases, locks, transaction
-from tests.helpers import faulty_store
+from flaxckpt._storage import commit_marker, locks, transaction
+from tests.helpers import faulty_store, seams
 
 
 @pytest.fixture
 def final(request, monkeypatch):
     """A step in a new bucket, whose locks are old after no time."""
-    monkeypatch.setattr(locks, "_ABANDONED_SECS", 0.0)
+    seams.replace(monkeypatch, "locks.abandoned_secs", 0.0)
     return faulty_store.new_path(f"take-over-{request.node.originalname[:30]}") / "1"
 
 
@@ -20,7 +20,7 @@ def final(request, monkeypatch):
 def elsewhere():
     """In the block, this process is one of another machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(locks, "_machine", lambda: "elsewhere")
+        seams.replace(patch, "locks.machine", lambda: "elsewhere")
         yield
 
 
@@ -74,7 +74,7 @@ def test_a_marker_that_comes_too_late_is_not_reported_as_a_commit(final, monkeyp
         commit_marker.write_new(final / "data", b"mine")
         commit_marker.commit(final, b"mine")
 
-    monkeypatch.setattr(commit_marker, "write_new", write_new)
+    seams.replace(monkeypatch, "commit_marker.write_new", write_new)
     with pytest.raises(errors.CheckpointExistsError, match="taken over"):
         write(final, act)
     assert not (final / "data").is_file()
@@ -84,7 +84,7 @@ def test_a_marker_that_comes_too_late_is_not_reported_as_a_commit(final, monkeyp
 def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
     """It loses the lock before, or after, it has removed the commit marker."""
     save(final, b"old")
-    real, looks = leases.readers, []
+    real, looks = seams.current("leases.readers"), []
 
     def readers(path):
         looks.append(path)
@@ -94,7 +94,7 @@ def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
                 save(final, b"theirs")
         return real(path)
 
-    monkeypatch.setattr(leases, "readers", readers)
+    seams.replace(monkeypatch, "leases.readers", readers)
     with contextlib.suppress(errors.CheckpointExistsError):
         transaction.delete(final, lambda path: None)
     there = b"old" if look == 1 else b"theirs"

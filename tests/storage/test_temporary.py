@@ -10,7 +10,8 @@ import types
 
 import pytest
 
-from flaxckpt._storage import files, filesystem, rename, temporary
+from flaxckpt._storage import rename, temporary
+from tests.helpers import seams
 
 WRITING = "7.orbax-checkpoint-tmp-writing-0123abcd"
 REPLACED = "7.orbax-checkpoint-tmp-replaced-0123abcd"
@@ -49,7 +50,7 @@ def is_locked(path):
 @pytest.fixture
 def shared(monkeypatch):
     """Other machines may see the directories."""
-    monkeypatch.setattr(filesystem, "is_local", lambda path: False)
+    seams.replace(monkeypatch, "filesystem.is_local", lambda path: False)
 
 
 def heartbeats():
@@ -137,7 +138,7 @@ def test_a_directory_that_was_swept_at_once_is_made_again(tmp_path, monkeypatch)
             path.rmdir()
         return real(path)
 
-    monkeypatch.setattr(temporary, "claim", claim)
+    seams.replace(monkeypatch, "temporary.claim", claim)
     with temporary.new_directory(tmp_path / "7") as path:
         assert path == claimed[1]
         assert path.is_dir()
@@ -149,7 +150,7 @@ def test_failed_removal_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
         raise OSError("on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "remove_tree", fail)
+        seams.replace(patch, "files.remove_tree", fail)
         with temporary.new_directory(tmp_path / "7") as path:
             pass
     assert "on fire" in caplog.text
@@ -184,8 +185,8 @@ def test_a_patient_claim_waits_for_the_end_of_another(
             other.__exit__(None, None, None)
 
     clock.sleep = sleep
-    monkeypatch.setattr(temporary, "time", clock)
-    monkeypatch.setattr(temporary, "_LOCK_POLL_SECS", 0.25)
+    seams.replace(monkeypatch, "temporary.time", clock)
+    seams.replace(monkeypatch, "temporary.lock_poll_secs", 0.25)
     assert other.__enter__()
     given = {} if patience_secs is None else {"patience_secs": patience_secs}
     with temporary.claim(path, **given) as is_ours:
@@ -271,7 +272,7 @@ def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path, monkeypatch):
 
 
 def test_where_others_see_a_directory_it_is_touched(tmp_path, monkeypatch, shared):
-    monkeypatch.setattr(temporary, "_TOUCHED_EVERY_SECS", 0.005)
+    seams.replace(monkeypatch, "temporary.touched_every_secs", 0.005)
     path = leave(tmp_path, WRITING, age=1000)
     with temporary.claim(path):
         assert heartbeats()
@@ -289,7 +290,7 @@ def test_a_touch_that_fails_is_tried_again(tmp_path, monkeypatch, shared):
         calls.append(descriptor)
         raise OSError("on fire")
 
-    monkeypatch.setattr(temporary, "_TOUCHED_EVERY_SECS", 0.001)
+    seams.replace(monkeypatch, "temporary.touched_every_secs", 0.001)
     path = leave(tmp_path, WRITING)
     monkeypatch.setattr(temporary.os, "utime", utime)
     with temporary.claim(path):
@@ -353,7 +354,7 @@ LIMITS = {WRITING: 600, REPLACED: 600, BRIEF: 60, MESSAGES: 86_400}
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_how_old_a_leftover_must_be(tmp_path, monkeypatch, name, is_shared):
-    monkeypatch.setattr(filesystem, "is_local", lambda path: not is_shared)
+    seams.replace(monkeypatch, "filesystem.is_local", lambda path: not is_shared)
     (tmp_path / "7").mkdir()
     path = leave(tmp_path, name, age=LIMITS[name] - 30)
     sweep(tmp_path)
@@ -400,7 +401,7 @@ def test_a_leftover_that_its_process_renames_meanwhile_stays(tmp_path, monkeypat
     def sync(directory):
         path.rename(moved)
 
-    monkeypatch.setattr(files, "sync_directory", sync)
+    seams.replace(monkeypatch, "files.sync_directory", sync)
     sweep(tmp_path)
     assert (moved / "file").read_text() == WRITING
 
@@ -415,7 +416,7 @@ def test_a_sweep_syncs_names_before_a_removal_and_after_a_rename(
     def sync(directory):
         synced.append((directory, path.exists()))
 
-    monkeypatch.setattr(files, "sync_directory", sync)
+    seams.replace(monkeypatch, "files.sync_directory", sync)
     sweep(tmp_path)
     assert synced == [(tmp_path, what == WRITING)]
     assert not path.exists()
@@ -429,7 +430,7 @@ def test_a_leftover_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
         raise OSError("on fire")
 
     leave(tmp_path, WRITING)
-    monkeypatch.setattr(files, "remove_tree", fail)
+    seams.replace(monkeypatch, "files.remove_tree", fail)
     with pytest.raises(OSError, match="on fire"):
         sweep(tmp_path)
 
@@ -467,7 +468,7 @@ def test_a_file_that_another_process_sweeps_is_swept(tmp_path, monkeypatch):
         return True
 
     (tmp_path / "DELETING").touch()
-    monkeypatch.setattr(temporary.leases, "is_older", is_older)
+    seams.replace(monkeypatch, "leases.is_older", is_older)
     temporary.sweep_files(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

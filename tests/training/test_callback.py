@@ -26,11 +26,10 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._state import flax_state as state_flax_state
 from flaxckpt._steps import journal as steps_journal
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt._training import kept_state as training_kept_state
 from flaxckpt._training import step_counter as training_step_counter
 from flaxckpt.datasets import StepIndexed
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 
 @pytest.fixture
@@ -241,8 +240,8 @@ def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, mov
 
 @pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
 def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
-    monkeypatch.setattr(
-        training_kept_state, "_COMPARED_BYTES", 1000
+    seams.replace(
+        monkeypatch, "kept_state.compared_bytes", 1000
     )  # of the large ones, a part
     large = {f"w{i}": jnp.full(100, float(i)) for i in range(10)}
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
@@ -345,10 +344,10 @@ def test_error_of_a_repeated_loop_advises_to_restore_first(ckpt):
 def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
-    real, going_on = LOCAL.sync_tree, threading.Event()
-    monkeypatch.setattr(
-        LOCAL,
-        "sync_tree",
+    real, going_on = seams.current("disk.sync_tree"), threading.Event()
+    seams.replace(
+        monkeypatch,
+        "disk.sync_tree",
         lambda path: going_on.wait() and real(path),
     )
     callback(2, {"n": 2})
@@ -385,7 +384,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt)
     callback(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(LOCAL, "sync_tree", fail)
+        seams.replace(patch, "disk.sync_tree", fail)
         callback(5, {"n": 5}, force=True)
         with pytest.raises(errors.SaveFailedError):
             callback.wait()
@@ -638,7 +637,7 @@ def test_next_call_raises_the_error_of_a_failed_save(ckpt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
-    monkeypatch.setattr(LOCAL, "sync_tree", fail)
+    seams.replace(monkeypatch, "disk.sync_tree", fail)
     assert callback(2, {"step": 2})
     while not callback.last_save.done():
         pass
@@ -927,7 +926,7 @@ def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
 def test_first_call_warns_that_huge_numpy_arrays_are_not_kept(
     ckpt, caplog, monkeypatch
 ):
-    monkeypatch.setattr(training_kept_state, "_SUMMED_BYTES", 2**22)
+    seams.replace(monkeypatch, "kept_state.summed_bytes", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback(1, state)

@@ -14,7 +14,7 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 
 
 class Clock:
@@ -221,7 +221,7 @@ def test_preempted_program_ends_with_the_error_of_the_last_save(ckpt, monkeypatc
 
     on_step = flaxckpt.CheckpointCallback(ckpt)
     on_step(1, {"n": 1})
-    monkeypatch.setattr(LOCAL, "sync_tree", fail)
+    seams.replace(monkeypatch, "disk.sync_tree", fail)
     send()
     with pytest.raises(errors.SaveFailedError, match="No space left"):
         on_step(2, {"n": 2})
@@ -237,7 +237,7 @@ def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
     on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
     on_step(1, {"n": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(LOCAL, "sync_tree", fail)
+        seams.replace(patch, "disk.sync_tree", fail)
         on_step(2, {"n": 2})
         while not on_step.last_save.done():
             pass
@@ -258,7 +258,7 @@ def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
 
 
 def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
-    real = LOCAL.sync_tree
+    real = seams.current("disk.sync_tree")
 
     def sync(path):
         send()
@@ -267,7 +267,7 @@ def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch)
     def train():
         with ckpt, flaxckpt.CheckpointCallback(ckpt) as on_step:
             on_step(1, {"n": 1})
-            monkeypatch.setattr(LOCAL, "sync_tree", sync)
+            seams.replace(monkeypatch, "disk.sync_tree", sync)
 
     with pytest.raises(SystemExit) as left:
         train()
