@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from tests.helpers import seams, strategies
 
 RULES = [("embed", "data"), ("mlp", "model"), ("batch", "data")]
@@ -373,10 +372,8 @@ def count_blocks(monkeypatch):
 
         return counted
 
-    for name in ("read", "verify_mapped"):
-        monkeypatch.setattr(
-            zarr_chunk_file, name, counting(getattr(zarr_chunk_file, name))
-        )
+    for seam in ("chunk_file.read", "chunk_file.verify_mapped"):
+        seams.replace(monkeypatch, seam, counting(seams.current(seam)))
     real = seams.current("disk.read_range")
 
     def read_range(*args, **options):

@@ -21,8 +21,6 @@ from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays import to_host as arrays_to_host
 from flaxckpt._arrays.read_files import Databases
 from flaxckpt._arrays.read_plan import form_of
-from flaxckpt._state import dtypes as state_dtypes
-from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._storage import filesystem as storage_filesystem
 from flaxckpt._zarr import btree
@@ -30,17 +28,17 @@ from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.helpers import old_stores, seams, strategies
+from tests.helpers import dtypes, old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
-DTYPES = sorted(state_dtypes._STORED_AS_IS)
+DTYPES = dtypes.STORED_AS_IS.split()
 RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
     """Random bits, but for booleans, which have only two values."""
     rng = np.random.default_rng(seed)
-    kind = state_numpy_dtypes.to_numpy(dtype)
+    kind = np.dtype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     bits = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)

@@ -4,7 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -12,9 +11,7 @@ from flax.training import train_state
 from jax.sharding import SingleDeviceSharding
 
 import flaxckpt
-from flaxckpt._state import dtypes as state_dtypes
-from flaxckpt._zarr import ocdbt as zarr_ocdbt
-from tests.helpers import strategies
+from tests.helpers import chunks, dtypes, strategies
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -31,10 +28,9 @@ def layout(codec="none", **more):
 
 def all_types():
     """Every element type that is stored, on both sides of what is compressed."""
-    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
     found = {}
-    for name in names:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    for name in dtypes.ALL:
+        dtype = np.dtype(name)
         found[name] = {n: (np.arange(n) % 2).astype(dtype) for n in (3, 5000)}
     return found
 
@@ -73,8 +69,8 @@ def test_the_files_say_zarr_2(tmp_path):
         "zarr_version": 2,
     }
     assert not list(tmp_path.rglob("zarr.json"))
-    values = zarr_ocdbt.read_tree(tmp_path / "c/state")
-    array = json.loads(values[b"train.params.w/.zarray"])
+    values = chunks.read_tree(tmp_path / "c/state")
+    array = json.loads(values["train.params.w/.zarray"])
     assert array["zarr_format"] == 2
     assert array["dtype"] == "<f4"
 
@@ -83,7 +79,7 @@ def test_chunks_of_a_large_array_are_cut(tmp_path):
     wanted = {"w": jnp.arange(2**16, dtype=jnp.float32).reshape(256, 256)}
     small = layout(chunk_bytes=2**14)
     flaxckpt.save(tmp_path / "c", wanted, layout=small)
-    assert len(zarr_ocdbt.read_tree(tmp_path / "c/state")) == 1 + 16
+    assert len(chunks.read_tree(tmp_path / "c/state")) == 1 + 16
     strategies.assert_same_state(wanted, flaxckpt.load(tmp_path / "c"))
 
 

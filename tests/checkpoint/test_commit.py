@@ -14,11 +14,10 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._checkpoint import commit, save
-from flaxckpt._steps import markers
 from flaxckpt._storage import rename, store_requests
 from flaxckpt._storage.storage import LOCAL
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams, strategies
+from tests.helpers import run_files, seams, strategies
 
 STATE = {"w": np.arange(20_000.0, dtype="f4"), "b": jnp.ones(3), "n": 1}
 
@@ -280,10 +279,10 @@ def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
 def test_a_pin_that_came_meanwhile_is_kept(tmp_path, is_pinned):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     if is_pinned:
-        markers.pin(final)
+        run_files.pin(final)
     commit.publish(new, final, overwrite=True)
     assert flaxckpt.load(final)["w"][0] == 2.0
-    assert markers.is_pinned(final) is is_pinned
+    assert run_files.is_pinned(final) is is_pinned
 
 
 def pin_in_the_exchange(monkeypatch):
@@ -291,7 +290,7 @@ def pin_in_the_exchange(monkeypatch):
     real = rename.exchange
 
     def exchange(temporary, final, aside=None):
-        markers.pin(final)
+        run_files.pin(final)
         real(temporary, final, aside)
 
     seams.replace(monkeypatch, "rename.exchange", exchange)
@@ -302,7 +301,7 @@ def test_a_pin_that_comes_at_the_last_moment_is_kept(tmp_path, monkeypatch):
     pin_in_the_exchange(monkeypatch)
     commit.publish(new, final, overwrite=True)
     assert flaxckpt.load(final)["w"][0] == 2.0
-    assert markers.is_pinned(final)
+    assert run_files.is_pinned(final)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -311,11 +310,11 @@ def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
     if is_late:
         pin_in_the_exchange(monkeypatch)
     else:
-        markers.pin(final)
+        run_files.pin(final)
     real = LOCAL.replace
 
     def fail(path, content, **options):
-        if not is_late or markers.is_pinned(new):  # the old one, if late
+        if not is_late or run_files.is_pinned(new):  # the old one, if late
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         real(path, content, **options)
 
@@ -332,10 +331,10 @@ def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
 def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     for path in (new, final):
-        markers.pin(path)
-    before = (new / markers.PIN).stat().st_ino
+        run_files.pin(path)
+    before = (new / run_files.PIN).stat().st_ino
     commit.publish(new, final, overwrite=True)
-    assert (final / markers.PIN).stat().st_ino == before
+    assert (final / run_files.PIN).stat().st_ino == before
 
 
 # ---- after a long pause -----------------------------------------------------------

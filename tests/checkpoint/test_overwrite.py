@@ -12,12 +12,11 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import leases as storage_leases
 from flaxckpt._storage import paths as storage_paths
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
-from tests.helpers import old_stores, seams
+from tests.helpers import old_stores, run_files, seams
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
 NEW = {"w": np.ones((2, 3)), "name": "y", "n": 2}
@@ -133,14 +132,14 @@ def test_overwrite_replaces_all_files_of_flaxckpt(tmp_path, state, zarr_version)
         lease = storage_leases.Lease(tmp_path / "1")
         for name in (
             storage_leases.DELETING,
-            steps_markers.TEMPORARY,
-            steps_markers.DATASET_DELETED,
+            run_files.TEMPORARY,
+            run_files.DATASET_DELETED,
         ):
             (tmp_path / "1" / name).touch()
         (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()
         run.save(1, state, on_exists="overwrite").wait()
         lease.release()
-        steps_markers.mark_damaged(tmp_path / "1", "it is bad")
+        run_files.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / "flaxckpt.json").unlink()
         run.save(1, state).wait()
         assert run.steps() == [1]
@@ -157,7 +156,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
     for number in ("", "2."):
         with flaxckpt.Checkpointer(tmp_path) as run:
             run.save(1, STATE).wait()
-            steps_markers.mark_damaged(tmp_path / "1", "it is bad")
+            run_files.mark_damaged(tmp_path / "1", "it is bad")
             (tmp_path / "1" / "flaxckpt.json").unlink()
             add_files(tmp_path / "1", names)
             run.save(1, NEW).wait()
@@ -175,7 +174,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
 def test_a_training_goes_on_over_a_damaged_step_with_litter(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, STATE).wait()
-        steps_markers.mark_damaged(tmp_path / "1", "it is bad")
+        run_files.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / ".ipynb_checkpoints").mkdir()
         add_files(tmp_path / "1", [".DS_Store"])
         run.save(1, NEW).wait()
@@ -189,7 +188,7 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
         run.save(1, STATE).wait()
         run.wait_for_uploads()
         for path in (directory / "1", staging / "1"):
-            steps_markers.mark_damaged(path, "it is bad")
+            run_files.mark_damaged(path, "it is bad")
             add_files(path, ["notes.txt"])
         run.save(1, NEW).wait()
         run.wait_for_uploads()

@@ -27,10 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._state import dtypes as state_dtypes
-from flaxckpt._state import numpy_dtypes as state_numpy_dtypes
-from flaxckpt._zarr import ocdbt
-from tests.helpers import old_stores, seams, strategies
+from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 
 # ---- every kind of state and leaf -------------------------------------------------
 
@@ -47,10 +44,8 @@ def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree):
 
 
 def test_every_stored_dtype_comes_back(tmp_path):
-    names = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
-    tree = {
-        n: np.array([[0, 1], [1, 0]], state_numpy_dtypes.to_numpy(n)) for n in names
-    }
+    names = dtypes.ALL
+    tree = {n: np.array([[0, 1], [1, 0]], np.dtype(n)) for n in names}
     tree["on jax"] = {
         n: jnp.asarray(tree[n])
         for n in names
@@ -959,7 +954,7 @@ def test_every_codec_keeps_the_values(tmp_path, codec, checksum):
     state = {"w": np.random.default_rng(0).normal(size=(64, 64)), "b": np.ones(3) > 0}
     flaxckpt.save(tmp_path / "c", state, layout=chosen)
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
-    codecs = json.loads(ocdbt.read_tree(tmp_path / "c/state")[b"w/zarr.json"])["codecs"]
+    codecs = json.loads(chunks.read_tree(tmp_path / "c/state")["w/zarr.json"])["codecs"]
     assert ("crc32c" in [codec["name"] for codec in codecs]) == checksum
 
 

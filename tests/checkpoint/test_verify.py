@@ -17,9 +17,8 @@ import tensorstore as ts
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import markers as steps_markers
 from flaxckpt.policies import LatestN
-from tests.helpers import chunks, old_stores, seams, strategies
+from tests.helpers import chunks, old_stores, run_files, seams, strategies
 from tests.helpers.chunks import flip
 from tests.helpers.files import flip_bit
 
@@ -504,7 +503,7 @@ def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
     ckpt.save(2, state(2)).wait()
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
     assert ckpt.verify(2).ok
-    assert steps_markers.is_pinned(tmp_path / "2")
+    assert run_files.is_pinned(tmp_path / "2")
 
 
 @pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])

@@ -9,10 +9,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import markers as steps_markers
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks
+from tests.helpers import chunks, run_files
 from tests.helpers.files import largest_file
 
 
@@ -95,7 +94,7 @@ def test_a_metric_that_only_a_damaged_step_has_is_of_no_step(here, command):
     with flaxckpt.Checkpointer("own") as run:
         for step, name in ((1, "loss"), (2, "other"), (3, "other")):
             run.save(step, {"n": step}, metrics={name: 0.5}).wait()
-    steps_markers.mark_damaged(here / "own" / "1", "w: its checksum is another")
+    run_files.mark_damaged(here / "own" / "1", "w: its checksum is another")
     for verb in ("explain", "prune"):
         refused = command.refuses(verb, "own", "-k", "best:1:loss:min")
         assert "has a finite metric 'loss'" in refused
@@ -124,7 +123,7 @@ def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
 
 
 def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
-    steps_markers.mark_damaged(here / "run" / "200", "w: its checksum is another")
+    run_files.mark_damaged(here / "run" / "200", "w: its checksum is another")
     found = command.json("explain", "run", code=1)
     assert found["200"] == ["damaged: w: its checksum is another"]
 
@@ -297,7 +296,7 @@ def test_prune_takes_no_files(here, command):
 
 def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
     assert command.text("pin", "run", 100, 200) == ["pinned steps 100, 200 of run"]
-    assert steps_markers.is_pinned(here / "run" / "100")
+    assert run_files.is_pinned(here / "run" / "100")
     command("prune", "run", "-k", "latest:1", "--yes")
     assert steps("run") == [100, 200, 300]
     found = command.json("unpin", "run", 100)
@@ -308,7 +307,7 @@ def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
 
 def test_pin_of_several_pins_none_if_one_is_missing(here, command):
     assert "has no step 7" in command.refuses("pin", "run", 100, 7)
-    assert not steps_markers.is_pinned(here / "run" / "100")
+    assert not run_files.is_pinned(here / "run" / "100")
     assert "does not exist" in command.refuses("pin", "nowhere", 1)
     assert not (here / "nowhere").exists()
 

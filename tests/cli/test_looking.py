@@ -17,12 +17,10 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import journal
-from flaxckpt._steps import markers as steps_markers
 from flaxckpt.cli import app
 from flaxckpt.policies import BestN, LatestN
 from tests import GOLDEN
-from tests.helpers import chunks, old_stores
+from tests.helpers import chunks, old_stores, run_files
 from tests.helpers.files import largest_file
 
 
@@ -158,7 +156,7 @@ def test_ls_lists_files_that_are_steps(here, command):
 
 
 def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
-    steps_markers.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
+    run_files.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     (here / "run" / "200" / "state" / "_METADATA").unlink()
     lines = command.text("ls", "run", code=1)
@@ -551,7 +549,7 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     assert not marker.exists()
     assert len(command.text("verify", "run", "200")) == 1
     assert "DAMAGED" not in "".join(command.text("show", "run", "--step", 200))
-    events = journal.read(here / "run" / journal.NAME)
+    events = run_files.read_events(here / "run")
     kinds = [event.kind for event in events if event.step == 200]
     assert kinds[-2:] == ["found_damaged", "found_good"]
     refused = command("verify", "run/200", "--mark", code=2)

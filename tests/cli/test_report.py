@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt._steps import markers as steps_markers
-from tests.helpers import chunks
+from tests.helpers import chunks, run_files
 
 
 def test_report_writes_a_page_and_says_where(here, command):
@@ -60,7 +59,7 @@ def test_policies_come_from_the_settings_of_a_run(here, command):
 
 
 def test_damage_is_1_and_the_page_is_written_all_the_same(here, command):
-    steps_markers.mark_damaged(here / "run" / "300", "w: its checksum is another")
+    run_files.mark_damaged(here / "run" / "300", "w: its checksum is another")
     first, last = command.text("report", "run", code=1)
     assert first == "step 300 is damaged: w: its checksum is another"
     assert last.startswith("wrote report.html")

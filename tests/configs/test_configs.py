@@ -14,7 +14,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
 from flaxckpt import _policy_forms, errors
-from flaxckpt._zarr import ocdbt
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
@@ -29,6 +28,7 @@ from flaxckpt.policies import (
     WithoutMetric,
 )
 from tests import ROOT
+from tests.helpers import chunks
 
 FULL = """\
 directory = "runs/7"
@@ -388,7 +388,7 @@ def test_a_run_behaves_as_its_config_says(tmp_path):
     metadata = checkpointer.metadata(6)
     assert metadata.leaves["w"].dtype == "bfloat16"
     assert (tmp_path / "step_6/dataset").is_dir()
-    assert b"w/.zarray" in ocdbt.read_tree(tmp_path / "step_6/state")
+    assert "w/.zarray" in chunks.read_tree(tmp_path / "step_6/state")
 
 
 def test_options_of_the_call_come_before_those_of_the_config(tmp_path):

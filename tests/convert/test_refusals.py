@@ -13,7 +13,6 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._convert import convert
 from tests import GOLDEN
 from tests.helpers import old_stores, seams, strategies
 
@@ -176,7 +175,7 @@ def stopped(source, target, **options):
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
-    temporary = target.with_name(target.name + convert.TEMPORARY)
+    temporary = target.with_name(f"{target.name}.flaxckpt-convert-tmp")
     assert (temporary / "done.txt").read_text()
 
 

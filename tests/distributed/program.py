@@ -42,10 +42,9 @@ from flaxckpt._checkpoint import save_distributed as checkpoint_save_distributed
 from flaxckpt._distributed import heartbeat as distributed_heartbeat  # noqa: E402
 from flaxckpt._distributed import key_value as distributed_key_value  # noqa: E402
 from flaxckpt._distributed import operation as distributed_operation  # noqa: E402
-from flaxckpt._zarr.ocdbt import read_tree  # noqa: E402
 from flaxckpt.policies import LatestN  # noqa: E402
 from tests.distributed import states  # noqa: E402
-from tests.helpers.files import flip_bit  # noqa: E402
+from tests.helpers import chunks  # noqa: E402
 
 distributed_operation.USES_FILES = GIVEN.get("files", False)
 distributed_heartbeat.SILENT_SECS = GIVEN.get("silent_secs", 60.0)
@@ -596,10 +595,9 @@ def _find_damage(ckpt):
     state = states.abstract("rows")
     if RANK == 0:
         root = ckpt.directory / str(newest) / "state"
-        tree = read_tree(root)
-        large = [key for key in tree if key.startswith(b"arrays.large/c.")]
-        last = tree[max(large, key=lambda key: [int(n) for n in key.split(b".")[2:]])]
-        flip_bit(root / last.file, last.offset + 100)
+        names = chunks.names(root, "arrays.large")
+        last = max(names, key=lambda name: [int(n) for n in name.split(".")[2:]])
+        chunks.flip(root, last, at=100)
     wanted = {"arrays": {"large": halves(states.values(0)["large"])}}
     found, step = ckpt.restore_latest(wanted)
     assert step == older

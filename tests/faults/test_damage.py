@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt._steps import markers as steps_markers
-from flaxckpt._zarr import ocdbt
-from tests.helpers import old_stores
+from tests.helpers import chunks, old_stores, run_files
 
 FLIPS, ZEROED, TRUNCATED, REMOVED = 128, 64, 38, 25
 """Of each case."""
@@ -150,7 +148,7 @@ class Run:
 
     def heal(self, name):
         put(self.path / name, self.files[name])
-        (self.path / steps_markers.DAMAGED).unlink(missing_ok=True)
+        (self.path / run_files.DAMAGED).unlink(missing_ok=True)
 
 
 def choose(files, chance, n):
@@ -166,15 +164,15 @@ def is_between_chunks(step, name, old, new):
     item, _, file = name.partition("/")
     if not file.startswith("d/") or new is None or len(new) != len(old):
         return False
-    values = ocdbt.read_tree(step / item).values()
+    values = chunks.read_tree(step / item).values()
     places = [value for value in values if not isinstance(value, bytes)]
-    chunks = [place for place in places if place.file == file]
+    inside = [place for place in places if place.file == file]
     changed = [
         n for n, pair in enumerate(zip(old, new, strict=True)) if len({*pair}) > 1
     ]
     return not any(
         chunk.offset <= n < chunk.offset + chunk.size
-        for chunk in chunks
+        for chunk in inside
         for n in changed
     )
 

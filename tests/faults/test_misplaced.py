@@ -9,10 +9,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import markers as steps_markers
-from flaxckpt._zarr import ocdbt
 from tests.faults.test_damage import ITEMS, JSON_ITEM, LOSSES, UNREAD, Iterator, is_same
-from tests.helpers import old_stores
+from tests.helpers import chunks, old_stores, run_files
 
 LAYOUTS = {
     "files": {},
@@ -120,7 +118,7 @@ class Run:
         for name, content in self.files.items():
             if (self.path / name).read_bytes() != content:
                 replace(self.path / name, content)
-        (self.path / steps_markers.DAMAGED).unlink(missing_ok=True)
+        (self.path / run_files.DAMAGED).unlink(missing_ok=True)
 
 
 @pytest.mark.slow
@@ -256,8 +254,8 @@ def chunks_of(root):
     """Returns the stored chunks of a state: name of the chunk -> bytes."""
     if not (root / "manifest.ocdbt").exists():
         return {name: text for name, text in files_of(root).items() if "/c" in name}
-    values = ocdbt.read_tree(root).items()
-    return {key.decode(): read_value(root, v) for key, v in values if b"/c" in key}
+    values = chunks.read_tree(root).items()
+    return {key: read_value(root, v) for key, v in values if "/c" in key}
 
 
 def read_value(root, value):
@@ -271,7 +269,7 @@ def put_chunk(root, name, content):
     if not (root / "manifest.ocdbt").exists():
         replace(root / name, content)
         return
-    place = ocdbt.read_tree(root)[name.encode()]
+    place = chunks.read_tree(root)[name]
     assert not isinstance(place, bytes), "give it more bytes"
     whole = bytearray((root / place.file).read_bytes())
     end = place.offset + place.size

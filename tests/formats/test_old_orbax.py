@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt.policies import BestN
 from tests import GOLDEN
 from tests.golden import make_orbax_old
@@ -208,4 +207,4 @@ def test_a_run_of_an_old_release_is_read_whole():
     kernel = make_orbax_old.values(0)["l"]["kernel"]
     np.testing.assert_array_equal(run.restore()["kernel"], kernel)
     assert flaxckpt.verify(OLD / "run", step=1).ok
-    assert [step.step for step in inspect_listing.listing(OLD / "run").steps] == [1]
+    assert flaxckpt.Checkpointer(OLD / "run", read_only=True).steps() == [1]

@@ -6,6 +6,11 @@ A chunk is named as in `w/c.0.0`.
 from flaxckpt._zarr import ocdbt
 
 
+def read_tree(root):
+    """Returns the values of a database: key -> bytes, or the place in a file."""
+    return {key.decode(): value for key, value in ocdbt.read_tree(root).items()}
+
+
 def place(root, name):
     """Returns the file of a chunk, and its offset and size in the file.
 
@@ -15,14 +20,13 @@ def place(root, name):
     """
     if not (root / "manifest.ocdbt").exists():
         return root / name, 0, len((root / name).read_bytes())
-    found = ocdbt.read_tree(root)[name.encode()]
+    found = read_tree(root)[name]
     return root / found.file, found.offset, found.size
 
 
 def names(root, array):
     """Returns the chunks of an array in a database."""
-    keys = sorted(key.decode() for key in ocdbt.read_tree(root))
-    return [key for key in keys if key.startswith(f"{array}/c")]
+    return [key for key in sorted(read_tree(root)) if key.startswith(f"{array}/c")]
 
 
 def read(root, name):

@@ -6,9 +6,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt._zarr import ocdbt
-from tests.helpers import published
-from tests.helpers.files import flip_bit
+from tests.helpers import chunks, published
 
 LOSSES = {1000: 0.91, 2000: 0.62, 3000: 0.71, 4000: 0.66}
 
@@ -27,12 +25,8 @@ def make(root):
                 metrics = {"eval/loss": loss}
                 run.save(step, state.replace(step=step), metrics=metrics)
     state = root / "runs/8/4000/state"
-    [place] = [
-        value
-        for key, value in ocdbt.read_tree(state).items()
-        if key.startswith(b"params.dense.kernel/c")
-    ]
-    flip_bit(state / place.file, place.offset + 1000)
+    [name] = chunks.names(state, "params.dense.kernel")
+    chunks.flip(state, name, at=1000)
     make_model(root)
     (root / "wanted.json").write_text(
         '{"params": {"dense": {"kernel": "bfloat16[64, 32]", "scale": "float32[32]"}}}'

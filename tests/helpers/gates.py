@@ -3,17 +3,14 @@
 import threading
 import time
 
-from flaxckpt._checkpoint import commit
-from flaxckpt._storage import rename
-from flaxckpt._storage.storage import LOCAL
-from flaxckpt._zarr import chunk_file
+from tests.helpers import seams
 
 # Places in a save, by time. A "chunk" is a file with values.
 PLACES = {
-    "metadata": (commit, "write_files"),
-    "chunk": (chunk_file, "write"),
-    "sync": (LOCAL, "sync_tree"),
-    "rename": (rename, "publish"),
+    "metadata": "commit.write_files",
+    "chunk": "chunk_file.write",
+    "sync": "disk.sync_tree",
+    "rename": "rename.publish",
 }
 
 
@@ -30,10 +27,9 @@ class Gate:
         self.handle = None
         self.reached = threading.Event()
         self.calls = 0
-        owner, name = PLACES[place]
-        self._real = getattr(owner, name)
+        self._real = seams.current(PLACES[place])
         self._begins = threading.Event()
-        monkeypatch.setattr(owner, name, self._call)
+        seams.replace(monkeypatch, PLACES[place], self._call)
 
     def hold(self, begin):
         """Begins a save by `begin()` and returns when it is held up."""

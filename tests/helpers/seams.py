@@ -22,6 +22,7 @@ SEAMS = {
     "chunk_file.map_blocks": "_zarr.chunk_file:map_blocks",
     "chunk_file.mapped_from": "_zarr.chunk_file:MAPPED_FROM",
     "chunk_file.read": "_zarr.chunk_file:read",
+    "chunk_file.verify_mapped": "_zarr.chunk_file:verify_mapped",
     "chunk_file.write": "_zarr.chunk_file:write",
     "chunks_to_write.has_same_source": "_arrays.chunks_to_write:has_same_source",
     "commit.publish": "_checkpoint.commit:publish",

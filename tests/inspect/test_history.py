@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 import flaxckpt
 from flaxckpt._inspect import history, listing, run_view
 from flaxckpt._run.judge import Rules
-from flaxckpt._steps import journal
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import faulty_store as faulty
+from tests.helpers import run_files
 
 STATE = {"w": jnp.arange(4.0)}
 
@@ -26,7 +26,7 @@ def make(path, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
 
 
 def explain(path):
-    events = journal.read(path / "events.jsonl")
+    events = run_files.read_events(path)
     return history.explain_deletions(events, listing.listing(path))
 
 

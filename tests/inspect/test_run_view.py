@@ -12,8 +12,8 @@ from flaxckpt import errors
 from flaxckpt._inspect import listing as inspect_listing
 from flaxckpt._inspect import run_view as inspect_run_view
 from flaxckpt._run.judge import Rules
-from flaxckpt._steps import markers as steps_markers
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
+from tests.helpers import run_files
 from tests.helpers.files import without_permissions
 
 
@@ -50,7 +50,7 @@ def test_listing_agrees_with_the_checkpointer(tmp_path):
 
 def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     root = make_run(tmp_path / "run", (10, 20, 30, 40))
-    steps_markers.mark_damaged(root / "10", "it is bad")
+    run_files.mark_damaged(root / "10", "it is bad")
     (root / "20" / "flaxckpt.json").write_text("{")
     shutil.rmtree(root / "40" / "state")
     (root / "40" / "flaxckpt.json").unlink()
@@ -124,7 +124,7 @@ def test_pinning_takes_all_or_none(tmp_path):
     root = make_run(tmp_path / "run")
     with pytest.raises(errors.CheckpointNotFoundError, match="no step 7"):
         inspect_run_view.set_pinned(root, [10, 7], pinned=True)
-    assert not steps_markers.is_pinned(root / "10")
+    assert not run_files.is_pinned(root / "10")
     inspect_run_view.set_pinned(root, [10, 20], pinned=True)
     assert inspect_listing.listing(root).steps[1].marks == ("pinned",)
 

@@ -18,9 +18,8 @@ from flax import linen
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._checkpoint import commit as checkpoint_commit
-from flaxckpt._steps import journal
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
-from tests.helpers import chunks, seams, slow, store_servers, strategies
+from tests.helpers import chunks, run_files, seams, slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
 
@@ -611,7 +610,7 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
         damage(run_dir / "2")  # as it was
         assert ckpt.verify(2).ok
         assert ckpt.steps() == [1, 2, 4]
-    kinds = [e.kind for e in journal.read(run_dir / journal.NAME) if e.step == 2]
+    kinds = [e.kind for e in run_files.read_events(run_dir) if e.step == 2]
     assert kinds[-2:] == ["found_damaged", "found_good"]
     assert kinds.count("found_damaged") == 1
 

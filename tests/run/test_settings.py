@@ -10,9 +10,9 @@ import flaxckpt
 from flaxckpt import policies
 from flaxckpt._inspect import run_view
 from flaxckpt._run import judge, settings
-from flaxckpt._steps import journal
 from flaxckpt._steps.event import Event
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers import run_files
 
 STATE = {"w": jnp.arange(4.0)}
 
@@ -105,7 +105,7 @@ def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
 
 def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
     def count():
-        events = journal.read(tmp_path / "events.jsonl")
+        events = run_files.read_events(tmp_path)
         return sum(event.kind == "configured" for event in events)
 
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:

@@ -16,13 +16,12 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._steps import journal as steps_journal
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._storage import locks
 from flaxckpt.configs import CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks, seams, store_servers, strategies
+from tests.helpers import chunks, run_files, seams, store_servers, strategies
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
@@ -50,9 +49,7 @@ def steps_in(directory):
 
 
 def kinds(directory):
-    return collections.Counter(
-        event.kind for event in steps_journal.read(directory / "events.jsonl")
-    )
+    return collections.Counter(event.kind for event in run_files.read_events(directory))
 
 
 # ---- what is where ----------------------------------------------------------------
@@ -88,7 +85,7 @@ def test_each_tier_keeps_steps_by_its_own_policies(store_path, tmp_path, kind, l
     for step in (3, 4, 5):
         strategies.assert_same(state(step), flaxckpt.load(path, step=step))
         assert flaxckpt.verify(path / str(step)).ok
-    assert not list(staging.rglob(steps_markers.NOT_UPLOADED))
+    assert not list(staging.rglob(run_files.NOT_UPLOADED))
     there = {p.name for p in path.iterdir()}
     assert there == {"3", "4", "5", "events.jsonl"}
 
@@ -145,7 +142,7 @@ def test_without_staging_all_is_durable_in_the_directory(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.save(1, state(1)).wait().tier == "directory"
         ckpt.wait_for_uploads()
-        assert not (tmp_path / "run/1" / steps_markers.NOT_UPLOADED).exists()
+        assert not (tmp_path / "run/1" / run_files.NOT_UPLOADED).exists()
 
 
 # ---- what changes later -----------------------------------------------------------
@@ -167,11 +164,11 @@ def test_metrics_and_marks_follow_wherever_a_step_is(store_path, tmp_path, kind)
         for step in (1, 2):
             wanted = {"a": step, "b": 1.0, "loss": 1 / step}
             assert ckpt.metrics(step) == ckpt.metadata(step).metrics == wanted
-            assert steps_markers.is_pinned(path / str(step))
+            assert run_files.is_pinned(path / str(step))
             assert flaxckpt.Checkpointer(path).metrics(step) == wanted
             ckpt.unpin(step)
         ckpt.wait_for_uploads()
-        assert not any(steps_markers.is_pinned(path / str(step)) for step in (1, 2))
+        assert not any(run_files.is_pinned(path / str(step)) for step in (1, 2))
         # What somebody else has measured counts, too.
         flaxckpt.Checkpointer(path).add_metrics(2, {"elsewhere": 3.0})
         ckpt.reload()
@@ -212,10 +209,10 @@ def test_temporary_steps_can_be_made_permanent_on_both_tiers(
     with flaxckpt.Checkpointer(path, staging=staging, keep=[LatestN(3)]) as ckpt:
         ckpt.save(1, state(1), temporary=True).wait()
         ckpt.wait_for_uploads()
-        assert steps_markers.is_temporary(path / "1")
+        assert run_files.is_temporary(path / "1")
         ckpt.save(1, state(1), on_exists="skip").wait()
         ckpt.wait_for_uploads()
-        assert not steps_markers.is_temporary(path / "1")
+        assert not run_files.is_temporary(path / "1")
         ckpt.save(2, state(2), temporary=True)
         ckpt.save(3, state(3))
     assert steps_in(path) == {1, 3}
@@ -239,7 +236,7 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
             ckpt.save(step, state(step, "b"), on_exists="overwrite").wait()
             ckpt.wait_for_uploads()
             strategies.assert_same(state(step, "b"), flaxckpt.load(path, step=step))
-        assert steps_markers.is_pinned(path / "1")
+        assert run_files.is_pinned(path / "1")
         ckpt.delete(3)
         ckpt.delete(2)
         assert ckpt.steps() == [1]
@@ -259,13 +256,13 @@ def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, ki
         assert not (staging / "1").exists()
         ckpt.pin(1)
         ckpt.save(1, state(1, "b"), on_exists="overwrite").wait()
-        assert steps_markers.is_pinned(staging / "1")  # before the upload, too
+        assert run_files.is_pinned(staging / "1")  # before the upload, too
         ckpt.wait_for_uploads()
-        assert steps_markers.is_pinned(path / "1")
+        assert run_files.is_pinned(path / "1")
         ckpt.unpin(1)
         ckpt.wait_for_uploads()
         for directory in (staging, path):
-            assert not steps_markers.is_pinned(directory / "1")
+            assert not run_files.is_pinned(directory / "1")
 
 
 def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
@@ -286,8 +283,8 @@ def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
         monkeypatch.undo()
         assert not ckpt._run.uploads.pending()
         assert flaxckpt.Checkpointer(path).metrics(1) == {"loss": 1.0, "late": 2.0}
-        assert steps_markers.is_pinned(path / "1")
-        assert not steps_markers.is_temporary(path / "1")
+        assert run_files.is_pinned(path / "1")
+        assert not run_files.is_temporary(path / "1")
         assert ckpt.verify(1).ok
         assert flaxckpt.verify(path / "1").ok
 
@@ -460,7 +457,7 @@ def test_a_step_replaced_in_the_directory_beats_its_old_copy(
     assert ckpt.best_step("old", "max") is None
     assert ckpt.metadata(1).path == str(path / "1")
     ckpt.pin(1)
-    assert steps_markers.is_pinned(path / "1")
+    assert run_files.is_pinned(path / "1")
     ckpt.save(2, state(2))
     ckpt.close()
     strategies.assert_same(state(1, "b"), flaxckpt.load(path, step=1))
@@ -482,7 +479,7 @@ def test_changes_of_a_staged_step_skip_its_replacement(store_path, tmp_path, kin
     [skipped] = [event for event in told if event.kind == "skipped"]
     assert "another step 1 was saved in" in skipped.details["reason"]
     found = flaxckpt.Checkpointer(path)
-    assert (found.metrics(1), steps_markers.is_pinned(path / "1")) == ({}, False)
+    assert (found.metrics(1), run_files.is_pinned(path / "1")) == ({}, False)
     strategies.assert_same(state(1, "b"), found.restore())
 
 

@@ -11,12 +11,11 @@ import pytest
 
 import flaxckpt
 from flaxckpt import _storage, errors
-from flaxckpt._steps import journal as steps_journal
 from flaxckpt._storage import commit_marker as storage_commit_marker
 from flaxckpt._storage import locks as storage_locks
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import slow, strategies
+from tests.helpers import run_files, slow, strategies
 
 STORES = ("memory", "moto", "seaweed")
 REAL = ("moto", "seaweed")
@@ -44,7 +43,7 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
     assert start == 5
     strategies.assert_same(whole, parts)
     assert ckpt.steps() == [8, 9]
-    kinds = [event.kind for event in steps_journal.read(path / "parts/events.jsonl")]
+    kinds = [event.kind for event in run_files.read_events(path / "parts")]
     assert kinds.count("restored") == 1
     assert kinds.count("committed") >= 5
 

@@ -6,9 +6,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import SaveResult, errors
-from flaxckpt._steps import journal
 from flaxckpt._training.save_interval import SaveInterval
 from flaxckpt.cli import main
+from tests.helpers import run_files
 
 
 class Save(NamedTuple):
@@ -135,7 +135,7 @@ def test_the_callback_measures_saves_and_reports_its_choice(
         assert saved[0] == 23
         assert len(saved) > 3
         callback.close()
-    events = journal.read(tmp_path / "run" / "events.jsonl")
+    events = run_files.read_events(tmp_path / "run")
     scheduled = [event for event in events if event.kind == "scheduled"]
     assert scheduled
     assert scheduled[0].details["interval_secs"] > 0

@@ -19,6 +19,7 @@ from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._util import forks as util_forks
 from tests import ROOT
+from tests.helpers import run_files
 
 CHILD_SECS = 120
 
@@ -339,8 +340,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
         "0 [1, 2, 3, 7]",
     ]
     kinds = [
-        (event.kind, event.step)
-        for event in steps_journal.read(tmp_path / "run/events.jsonl")
+        (event.kind, event.step) for event in run_files.read_events(tmp_path / "run")
     ]
     assert kinds.count(("committed", 7)) == 1
 
