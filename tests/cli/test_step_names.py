@@ -6,12 +6,7 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _formats, _report, errors, formats
-from flaxckpt._inspect import listing as inspect_listing
-from flaxckpt._inspect import run_view as inspect_run_view
-from flaxckpt._run.judge import Rules
-from flaxckpt._steps import index as steps_index
-from flaxckpt.policies import LatestN
+from flaxckpt import errors, formats
 
 
 @pytest.fixture
@@ -22,16 +17,15 @@ def models(tmp_path):
     return tmp_path
 
 
+def prune(command, run, *asked):
+    """Keeps the newest step only; returns the deleted ones."""
+    verb = ("prune", run, "-k", "latest:1", "--yes", *asked)
+    return command.json(*verb)["deleted"]
+
+
 @pytest.mark.parametrize(
     "look",
     [
-        inspect_listing.listing,
-        inspect_listing.disk_usage,
-        lambda path: inspect_run_view.survey(path),
-        lambda path: inspect_run_view.prune(path, Rules((LatestN(1),)), dry_run=False),
-        lambda path: inspect_run_view.set_pinned(path, [1], pinned=True),
-        lambda path: inspect_run_view.set_pinned(path, [1], pinned=False),
-        lambda path: _report.gather(path, _report.ReportOptions()),
         lambda path: flaxckpt.diff(path, path),
         flaxckpt.load,
         flaxckpt.metadata,
@@ -49,6 +43,37 @@ def test_names_that_end_in_a_number_are_no_steps(models, look):
     assert "step_format='model{step}'" in text
     assert sorted(path.name for path in models.iterdir()) == ["model1", "model2"]
     assert not (models / "model1" / "PINNED").exists()
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("du", "."),
+        ("explain", "."),
+        ("prune", ".", "-k", "latest:1", "--yes"),
+        ("pin", ".", 1),
+        ("unpin", ".", 1),
+        ("report", ".", "-o", "../report.html"),
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_verbs_take_no_names_that_end_in_a_number_for_steps(
+    models, command, monkeypatch, verb
+):
+    monkeypatch.chdir(models)
+    told = command.refuses(*verb)
+    assert "not names of steps" in told
+    assert f"{models / 'model1'}" in told
+    assert "step_format='model{step}'" in told
+    assert sorted(path.name for path in models.iterdir()) == ["model1", "model2"]
+    assert not (models / "model1" / "PINNED").exists()
+
+
+def test_ls_lists_names_that_end_in_a_number_as_checkpoints(models, command):
+    found = command.json("ls", models)
+    assert "steps" not in found
+    names = [(run["name"], run["is_run"]) for run in found["runs"]]
+    assert names == [("model1", False), ("model2", False)]
 
 
 def test_a_number_alone_does_not_make_a_step(models):
@@ -102,39 +127,39 @@ def test_names_that_no_format_has_get_no_advice_on_formats(tmp_path, command):
 
 
 @pytest.mark.parametrize("template", ["a-{step}", "gen_{step:05d}", "x.y_{step}"])
-def test_a_run_says_how_its_steps_are_called(tmp_path, template):
+def test_a_run_says_how_its_steps_are_called(tmp_path, command, template):
     with flaxckpt.Checkpointer(tmp_path, step_format=template) as run:
         for step in (9, 10):
             run.save(step, {"n": step})
     flaxckpt.save(tmp_path / "model77", {"n": 77})  # beside the run, and not a step
     flaxckpt.save(tmp_path / "step_88", {"n": 88})
     assert flaxckpt.load(tmp_path)["n"] == 10
-    assert [step.step for step in inspect_listing.listing(tmp_path).steps] == [9, 10]
-    pruned = inspect_run_view.prune(tmp_path, Rules((LatestN(1),)), dry_run=False)
-    assert pruned.deleted == (9,)
+    listed = command.json("ls", tmp_path)["steps"]
+    assert [step["step"] for step in listed] == [9, 10]
+    assert prune(command, tmp_path) == [9]
     (tmp_path / "events.jsonl").unlink()
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.load(tmp_path, step=10)
-    assert inspect_run_view.numbers(tmp_path, template) == [10]
+    listed = command.json("explain", tmp_path, "--step-format", template)
+    assert [*listed] == ["10"]
 
 
-def test_names_beside_a_run_are_none_of_its_steps(tmp_path):
+def test_names_beside_a_run_are_none_of_its_steps(tmp_path, command):
     with flaxckpt.Checkpointer(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, {"n": step})
     for name in ("model9", "step_8", "backup-2026", "2024.12"):
         flaxckpt.save(tmp_path / name, {"n": 0})
-    assert inspect_run_view.numbers(tmp_path) == [1, 2, 3]
+    assert [*command.json("explain", tmp_path)] == ["1", "2", "3"]
     assert flaxckpt.load(tmp_path)["n"] == 3
-    pruned = inspect_run_view.prune(tmp_path, Rules((LatestN(1),)), dry_run=False)
-    assert pruned.deleted == (1, 2)
+    assert prune(command, tmp_path) == [1, 2]
     assert all((tmp_path / n).is_dir() for n in ("model9", "step_8", "backup-2026"))
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"step_prefix": "step"}, {"step_prefix": "ck"}]
 )
-def test_runs_of_orbax_have_its_standard_names(tmp_path, options):
+def test_runs_of_orbax_have_its_standard_names(tmp_path, command, options):
     options["step_format_fixed_length"] = 6
     with ocp.CheckpointManager(
         tmp_path, options=ocp.CheckpointManagerOptions(**options)
@@ -144,40 +169,38 @@ def test_runs_of_orbax_have_its_standard_names(tmp_path, options):
             manager.save(step, args=args)
     template = f"{options['step_prefix']}_{{step:06d}}" if len(options) == 2 else None
     if options.get("step_prefix") == "ck":
-        with pytest.raises(errors.CheckpointFormatError, match=r"'ck_{step:06d}'"):
-            inspect_run_view.numbers(tmp_path)
+        assert "'ck_{step:06d}'" in command.refuses("explain", tmp_path)
     else:
-        assert inspect_run_view.numbers(tmp_path) == [1, 2]
-    pruned = inspect_run_view.prune(
-        tmp_path, Rules((LatestN(1),)), dry_run=False, step_format=template
-    )
-    assert pruned.deleted == (1,)
+        assert [*command.json("explain", tmp_path)] == ["1", "2"]
+    asked = ["--step-format", template] if template else []
+    assert prune(command, tmp_path, *asked) == [1]
 
 
-def test_files_are_steps_under_a_format_that_is_given(tmp_path):
+def test_files_are_steps_under_a_format_that_is_given(tmp_path, command):
     for step in (7, 8):
         file = tmp_path / f"export_{step}.msgpack"
         file.write_bytes(serialization.to_bytes({"step": step}))
-    found = inspect_listing.listing(tmp_path, step_format="export_{step}.msgpack")
-    assert [step.step for step in found.steps] == [7, 8]
-    with pytest.raises(errors.OptionError, match="not directories"):
-        inspect_run_view.set_pinned(
-            tmp_path, [7], pinned=True, step_format="export_{step}.msgpack"
-        )
+    asked = ["--step-format", "export_{step}.msgpack"]
+    found = command.json("ls", tmp_path, *asked)
+    assert [step["step"] for step in found["steps"]] == [7, 8]
+    assert "not directories" in command.refuses("pin", tmp_path, 7, *asked)
 
 
 def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
-    found = steps_index.StepIndex(models, _formats.identify)
-    assert [entry.step for entry in found.entries] == [3]
+    run = flaxckpt.Checkpointer(models, read_only=True)
+    assert (run.steps(), run.damaged()) == ([3], {})
 
 
 @pytest.mark.parametrize("names", [("exp1", "exp2"), ("1", "2"), ("a", "b")])
-def test_a_folder_of_runs_says_so(tmp_path, names):
+def test_a_folder_of_runs_says_so(tmp_path, command, names):
     for name in names:
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             run.save(1, {"n": 1})
-    for look in (inspect_listing.listing, flaxckpt.load, inspect_run_view.survey):
-        with pytest.raises(errors.CheckpointFormatError, match="a directory of runs"):
-            look(tmp_path)
+    with pytest.raises(errors.CheckpointFormatError, match="a directory of runs"):
+        flaxckpt.load(tmp_path)
+    for verb in ("explain", "du"):
+        assert "a directory of runs" in command.refuses(verb, tmp_path)
+    found = command.json("ls", tmp_path)
+    assert [run["name"] for run in found["runs"]] == sorted(names)

@@ -3,7 +3,6 @@
 import pytest
 
 import flaxckpt
-from flaxckpt import _storage
 from tests.distributed import jobs
 
 pytestmark = pytest.mark.multiprocess
@@ -20,5 +19,5 @@ def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
     for layout in LAYOUTS:
         run = flaxckpt.Checkpointer(f"{path}/{layout}", read_only=True)
         assert run.steps() == [2, 3]
-    keys = _storage.paths.resolve(path).keys()
+    keys = flaxckpt.Checkpointer(path, read_only=True).directory.keys()
     assert not [key for key in keys if "tmp" in key], "all locks are released"
