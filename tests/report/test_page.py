@@ -112,6 +112,16 @@ def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
     assert [metric["name"] for metric in drawn][:2] == ["loss", "m0"]
 
 
+def test_the_tags_of_a_run_are_shown(tmp_path):
+    tags = {"lr": 0.1, "fast": True, "name": "<b>", "long": "x" * 99, "tree": {"a": 1}}
+    with flaxckpt.Checkpointer(tmp_path / "run", metadata=tags) as ckpt:
+        ckpt.save(1, {"w": jnp.ones(2)})
+    found = gather(tmp_path / "run")
+    assert [*found.tags] == ["lr", "fast", "name", "long"]
+    assert "lr=0.1, fast=true, name=&lt;b&gt;, long=xx" in _report.page(found)
+    assert "x" * 60 not in _report.page(found)
+
+
 def test_report_marks_only_kept_steps_as_staying(run):
     found = gather(run, keep=[LatestN(1)])
     stays = {m.step: m.stays for m in found.metrics["eval/loss"]}
