@@ -241,6 +241,17 @@ def test_every_block_has_a_known_language_and_reasons_for_skips(document):
     assert all(mark[1] for mark in map(NOT_RUN.match, text.splitlines()) if mark)
 
 
+@pytest.mark.parametrize("document", README_AND_GUIDES, ids=lambda file: file.stem)
+def test_titles_of_folds_are_html_and_no_headings_are_folded(document):
+    """Neither GitHub nor the site reads Markdown in a title."""
+    text = document.read_text(encoding="utf-8")
+    titles = re.findall(r"<summary>(.*?)</summary>", text)
+    folds = re.findall(r"^<details.*?^</details>", text, re.DOTALL | re.MULTILINE)
+    assert len(titles) == len(folds) == text.count("<details")
+    assert [title for title in titles if re.search(r"[`*\[]", title)] == []
+    assert [fold for fold in folds if re.search(r"^##+ ", fold, re.MULTILINE)] == []
+
+
 def test_blocks_are_found_with_their_lines():
     text = """\
 # Title
