@@ -82,7 +82,7 @@ _MAX_TRIED = 20
 def _recognisers(path: Path) -> Mapping[str, Callable[[Path], str | None]]:
     """Returns the recognisers for the storage of `path`.
 
-    On an object store only Orbax: the other readers map files, or follow links.
+    On an object store only Orbax's: the other readers map files, or follow links.
     """
     if _storage.of(path).can_map:
         return _RECOGNISERS
@@ -131,9 +131,7 @@ def find_format(path: Path) -> Detected | None:
 
 def exists(path: Path) -> bool:
     """Returns True if `path` exists, or a pointer that stands for it."""
-    if path.exists():
-        return True
-    return is_pointer(path)
+    return path.exists() or is_pointer(path)
 
 
 def is_pointer(path: Path) -> bool:
@@ -142,11 +140,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def follow(path: Path) -> Path:
-    """Returns the checkpoint that a pointer stands for; other paths as they are.
-
-    Raises:
-        DamagedCheckpointError: The checkpoint is missing.
-    """
+    """Returns the checkpoint that a pointer stands for; other paths as they are."""
     if not is_pointer(path):
         return path
     checkpoint = recognise.follow(path)
@@ -246,8 +240,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
 def _suggest_near(path: Path) -> str:
     """Returns a question with an existing path that differs from `path` in a name.
 
-    Empty if there is none, in a store, or if the numbers in the names differ: another
-    run or step is not a typing error.
+    Numbers in the names must be equal: another run or step is not a typing error.
     """
     storage = _storage.of(path)
     if storage.costs_requests:
@@ -491,10 +484,7 @@ def _describe_runs(directory: Path) -> str | None:
 
 
 def advice_on_names(directory: Path) -> str:
-    """Returns advice for a directory of steps with unusual names.
-
-    Empty if no checkpoint in the directory may be a step.
-    """
+    """Returns advice for a directory of steps with unusual names; empty without any."""
     steps = _steps.index.checkpoints_by_number(directory, identify)
     names = [path.name for paths in steps.values() for path in paths]
     formats = _steps.names.list_formats(min(names)) if names else []

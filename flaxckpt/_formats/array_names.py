@@ -11,9 +11,8 @@ from flaxckpt import _state
 def split(names: Iterable[str], separator: str) -> dict[str, list[str]] | None:
     """Returns name -> parts of the name, split at `separator`.
 
-    Returns:
-        The parts; None if names must stay whole, because one name continues another
-        after a separator, or has too many parts.
+    None if names must stay whole, because one name continues another after a separator,
+    or has too many parts.
     """
     names = list(names)
     if any(name.count(separator) >= _state.tree.MAX_DEPTH // 2 for name in names):

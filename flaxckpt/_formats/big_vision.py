@@ -21,12 +21,7 @@ from flaxckpt._types import LeafPath
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays.
-
-    Raises:
-        DamagedCheckpointError: Arrays are missing or malformed, or the checkpoint that
-            a pointer names is missing.
-    """
+    """Reads everything but arrays; follows a pointer to the checkpoint."""
     root = _formats.follow(path)
     stamp = _storage.stamp(root)
     tree: dict[str, Value] = {}
@@ -50,12 +45,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _put(tree: dict[str, Value], keys: list[str], value: Value) -> None:
-    """Adds a leaf to nested dicts.
-
-    Raises:
-        ValueError: A part of its name is empty, the name has too many parts, or another
-            leaf is above it.
-    """
+    """Adds a leaf to nested dicts; raises ValueError if its name does not fit in."""
     if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
         raise ValueError("its name is not a leaf path")
     inner: Value = tree

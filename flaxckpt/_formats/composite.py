@@ -35,11 +35,6 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     the metadata; without any tree, the state is a dict of them. Items of other kinds
     are left out with a warning.
 
-    Args:
-        path: The checkpoint.
-        step: Step number, or None.
-        read_native: Reads an item in our own format.
-
     Raises:
         DamagedCheckpointError: No item can be read.
         FileNotFoundError: The checkpoint was deleted after its format was recognised.
@@ -122,8 +117,7 @@ class _ItemListing(NamedTuple):
 def _list_items(path: Path) -> _ItemListing:
     """Lists the items of a step by their files, and by the recorded handlers.
 
-    Raises:
-        DamagedCheckpointError: An item has an unsafe name, or no item can be read.
+    Raises DamagedCheckpointError for an unsafe name, or if no item can be read.
     """
     recorded = items.read_item_handlers(path)
     recorded = recorded if isinstance(recorded, dict) else {}
@@ -176,10 +170,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _is_beside(directory: Path, handler: str) -> bool:
-    """Returns True for a directory beside the items of the state.
-
-    It has metrics or the files of a dataset iterator, or is not the item of a handler.
-    """
+    """Returns True for metrics, a dataset, or a directory that no handler wrote."""
     name = directory.name
     if name == items.METRICS and (directory / items.METRICS).is_file():
         return True
@@ -213,14 +204,7 @@ def _describe_left_out(
     read: Sequence[str],
     deleted: Sequence[str],
 ) -> tuple[str, ...]:
-    """Returns a warning about the items that are left out, unless deleted on purpose.
-
-    Args:
-        path: The checkpoint.
-        left_out: Item -> the reason.
-        read: The items that are read.
-        deleted: The items that were deleted on purpose.
-    """
+    """Returns a warning about items that are left out, unless deleted on purpose."""
     rows = [f"{name} {why}" for name, why in left_out.items() if name not in deleted]
     if not rows:
         return ()
@@ -235,13 +219,7 @@ def _describe_left_out(
 
 
 class _Branches(NamedTuple):
-    """The items that are branches of the state.
-
-    Attributes:
-        parts: Item -> its tree.
-        damaged: Item that cannot be read -> the reason.
-        left_out: Item that is not a branch -> the reason.
-    """
+    """The items that are branches of the state: item -> its tree, or the reason."""
 
     parts: Mapping[str, Stored]
     damaged: Mapping[str, str]
@@ -251,11 +229,7 @@ class _Branches(NamedTuple):
 def _read_trees(
     path: Path, listing: _ItemListing, read_native: ReadNative
 ) -> _Branches:
-    """Reads the items with arrays.
-
-    Raises:
-        DamagedCheckpointError: The only item with arrays is damaged.
-    """
+    """Reads the items with arrays; raises an error if the only one is damaged."""
     parts: dict[str, Stored] = {}
     damaged, left_out = dict(listing.damaged), dict(listing.left_out)
     for item in listing.trees:
@@ -296,11 +270,7 @@ def _read_tree(path: Path, item: str, read_native: ReadNative) -> Stored:
 
 
 def _read_json(path: Path, item: str, value: JSON) -> Stored:
-    """Returns a JSON item as a tree.
-
-    Raises:
-        ValueError: A value cannot be a leaf.
-    """
+    """Returns a JSON item as a tree; raises ValueError if a value cannot be a leaf."""
     if not isinstance(value, dict | list):
         raise ValueError("it is neither an object nor a list")
     file = items.find_json(path / item) or path / item
@@ -315,8 +285,7 @@ def _walk(
 ) -> Iterator[tuple[tuple[_state.tree.Key, ...], JSON]]:
     """Yields the leaves and empty containers of JSON, with their keys.
 
-    Raises:
-        ValueError: A value cannot be a leaf.
+    Raises ValueError if a value cannot be a leaf.
     """
     if len(keys) > _state.tree.MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {_state.tree.MAX_DEPTH} levels")
@@ -392,14 +361,8 @@ def _add_metadata(
 ) -> Stored:
     """Returns a checkpoint with the metadata of the step `path`.
 
-    Args:
-        stored: The leaves.
-        path: The checkpoint.
-        step: Step number, or None.
-        layout: The items of the leaves.
-        trees: The items with arrays, as far as they can be read.
-        json: JSON item -> content.
-        damaged: Item that is damaged or missing -> the reason.
+    `trees` and `json` are the items as far as they can be read; `damaged` has the
+    reasons of the others.
     """
     dataset = items.find_dataset(path)
     if dataset is not None:

@@ -16,13 +16,7 @@ _AT_MOST = 2**30  # bytes per system call
 
 
 class Run(NamedTuple):
-    """A run of an array's bytes, and its place in a file.
-
-    Attributes:
-        start: First byte of the run, counted from the start of the array.
-        stop: End of the run, exclusive.
-        offset: Offset of the first byte in the file.
-    """
+    """A run of an array's bytes, from `start` to `stop`, and its offset in a file."""
 
     start: int
     stop: int
@@ -33,7 +27,6 @@ class FileLayout:
     """The contents of a file, in order.
 
     Attributes:
-        name: Name of the file.
         size: Size of the file so far, in bytes.
         literals: Offsets and literal bytes.
         runs: Leaf path -> runs of its bytes.
@@ -67,11 +60,7 @@ def write_values(
 ) -> None:
     """Writes bytes of an array to their places in a file.
 
-    Args:
-        descriptor: File descriptor.
-        runs: The runs of the array.
-        start: Position of `content` in the array, in bytes.
-        content: Consecutive bytes of the array.
+    `content` begins at the byte `start` of the array.
     """
     for run in runs:
         first = max(run.start, start)

@@ -20,10 +20,7 @@ _MAX_REVISION_BYTES = 1000
 
 
 def find_snapshot(path: Path) -> Path | None:
-    """Returns the snapshot of the main revision of a model in the cache.
-
-    None if `path` is not such a model, or has no main revision that was downloaded.
-    """
+    """Returns the snapshot of the main revision of a model in the cache, else None."""
     if not is_model(path):
         return None
     try:
@@ -72,13 +69,9 @@ def describe_model(path: Path) -> str | None:
 
 
 def check_link(file: Path) -> None:
-    """Raises an error if a file is a link to another directory.
+    """Raises DamagedCheckpointError if a file is a link to another directory.
 
     Links of a snapshot may lead to the `blobs` of the same model.
-
-    Raises:
-        DamagedCheckpointError: The link leads elsewhere.
-        OSError, RuntimeError: The file is missing, or is a link to itself.
     """
     real = file.resolve(strict=True)
     home = file.parent.resolve()

@@ -74,11 +74,7 @@ class Items:
         return (self.state,) if isinstance(self.state, str) else self.state
 
     def item_of(self, info: LeafInfo) -> str:
-        """Returns the item of a leaf.
-
-        Raises:
-            ValueError: The leaf is in no item.
-        """
+        """Returns the item of a leaf; raises ValueError if it is in none."""
         if isinstance(self.state, str):
             return self.state
         name = str(info.keys[0].name) if info.keys else ""
@@ -87,11 +83,7 @@ class Items:
         return name
 
     def split(self, infos: Sequence[LeafInfo]) -> dict[str, Sequence[LeafInfo]]:
-        """Returns the leaves of each item.
-
-        Raises:
-            ValueError: A leaf is in no item.
-        """
+        """Returns the leaves of each item; raises ValueError if a leaf is in none."""
         if isinstance(self.state, str):
             return {self.state: infos}
         parts: dict[str, list[LeafInfo]] = {item: [] for item in self.state}
@@ -132,10 +124,7 @@ def database(item: str) -> str:
 
 
 def has_chunk_digests(names: Iterable[str], item: str) -> bool:
-    """Returns True if digests of `names` cover the chunks of an item's database.
-
-    Otherwise they cover its tree at most.
-    """
+    """Returns True if digests of `names` cover an item's chunks, not only its tree."""
     start, tree = prefix(item), f"{prefix(item)}{_zarr.metadata.TREE}"
     inside = (f"{start}d/", f"{start}{_zarr.metadata.DATABASE_PART}")
     return any(name.startswith(inside) and name != tree for name in names)
@@ -163,8 +152,7 @@ def find_item(path: Path) -> Path | None:
     several JSON items. On an object store, only with a commit marker in `path` or, for
     an item, in its parent.
 
-    Raises:
-        CheckpointFormatError: The checkpoint is of other items only.
+    Raises CheckpointFormatError if the checkpoint is of other items only.
     """
 
     def is_committed() -> bool:  # asked last: the parent may cost a request
@@ -240,19 +228,12 @@ def json_advice(file: Path) -> str:
 
 
 def read_step_metadata(path: Path) -> StepMetadata:
-    """Returns the metadata of the step `path`, apart from metrics.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or does not hold a JSON object.
-    """
+    """Returns the metadata of the step `path`, apart from metrics."""
     return StepMetadata.from_json(read_json(path / CHECKPOINT, path))
 
 
 def read_item_handlers(path: Path) -> Mapping[str, Any] | str | None:
-    """Returns the recorded Orbax handlers, item -> class, or None.
-
-    A single class for a checkpoint that consists of a single item.
-    """
+    """Returns the recorded Orbax handlers, item -> class; a class for a single item."""
     try:
         return read_step_metadata(path).handlers
     except (errors.DamagedCheckpointError, OSError):
@@ -302,12 +283,7 @@ def is_native(path: Path) -> bool:
 
 
 def find_dataset(path: Path, name: str = DATASET) -> Path | None:
-    """Returns the item of `path` with the files of an iterator; None without any.
-
-    Args:
-        path: The checkpoint.
-        name: Name of the item that comes before others.
-    """
+    """Returns the item of `path` with an iterator's files, `name` first, or None."""
     if not path.is_dir():
         return None
     names = sorted(_storage.of(path).directories(path))
@@ -326,12 +302,7 @@ def is_dataset(path: Path) -> bool:
 def read_file(
     path: Path, checkpoint: Path, *, max_bytes: int = orbax_json.MAX_BYTES
 ) -> bytes:
-    """Returns the content of a required file of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, too large, or outside of the
-            checkpoint.
-    """
+    """Returns the content of a required file, which must be inside the checkpoint."""
     storage = _storage.of(path)
     try:
         storage.check_file(path, checkpoint)
@@ -345,25 +316,12 @@ def read_file(
 
 
 def read_json(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """Returns the object in a required JSON file of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or does not hold a JSON object.
-    """
+    """Returns the object in a required JSON file of a checkpoint."""
     return orbax_json.loads(read_file(path, checkpoint), path)
 
 
 def read_json_item(item: Path, checkpoint: Path, digests: Mapping[str, str]) -> JSON:
-    """Returns the content of a JSON item.
-
-    Args:
-        item: The directory of the item.
-        checkpoint: The checkpoint.
-        digests: File name in the checkpoint -> recorded digest.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, has changed, or is not JSON.
-    """
+    """Returns the content of a JSON item; raises an error if its digest differs."""
     file = find_json(item) or item / JSON_ITEM
     content = read_file(file, checkpoint)
     check_digest(file, digests.get(f"{item.name}/{file.name}"), content)
@@ -374,10 +332,6 @@ class JsonItems(dict[str, JSON]):
     """The JSON items of a checkpoint, as far as they can be read: item -> content.
 
     Looking up a damaged item raises DamagedCheckpointError.
-
-    Args:
-        contents: Item -> content.
-        damaged: Item that cannot be read -> the reason.
     """
 
     def __init__(
@@ -399,13 +353,7 @@ class JsonItems(dict[str, JSON]):
 def read_json_items(
     path: Path, names: Iterable[str], digests: Mapping[str, str]
 ) -> JsonItems:
-    """Returns the JSON items `names` of the checkpoint `path`.
-
-    Args:
-        path: The checkpoint.
-        names: The items.
-        digests: File name in the checkpoint -> recorded digest.
-    """
+    """Returns the JSON items `names` of the checkpoint `path`."""
     contents: dict[str, JSON] = {}
     damaged: dict[str, str] = {}
     for item in names:
@@ -419,8 +367,7 @@ def read_json_items(
 def describe_damage(error: errors.DamagedCheckpointError) -> str:
     """Returns the reason why an item cannot be read, to follow the item's name.
 
-    Raises:
-        DamagedCheckpointError: `error`, if it does not prove damage.
+    Raises `error` itself if it does not prove damage.
     """
     if _storage.permissions.is_unread(error):
         raise error
@@ -449,9 +396,6 @@ def check_digest(
         recorded: The digest, or None.
         content: Content of the file, if already read; a file of any size is read.
         record: The file with the digest, if nothing proves that it is whole.
-
-    Raises:
-        DamagedCheckpointError: The digests differ, or the file is missing.
     """
     if recorded is None:
         return
@@ -475,15 +419,7 @@ def read_strings(
     infos: Sequence[LeafInfo],
     digest: str | None = None,
 ) -> dict[LeafPath, str]:
-    """Returns the values of the string leaves of an item: leaf path -> string.
-
-    Args:
-        item: The directory of the item.
-        checkpoint: The checkpoint.
-        names: The name of each leaf on disk.
-        infos: The leaves.
-        digest: Recorded digest of the file.
-    """
+    """Returns the string leaves of an item, with `names` on disk, by leaf path."""
     leaves = {
         info.path: name
         for name, info in zip(names, infos, strict=True)

@@ -19,13 +19,7 @@ _Index: TypeAlias = "_steps.index.StepIndex[_formats.Detected]"
 
 
 class Located(NamedTuple):
-    """A recognised checkpoint.
-
-    Attributes:
-        path: Path of the checkpoint.
-        step: Step number in a run directory; None for a single checkpoint.
-        detected: Format of the checkpoint.
-    """
+    """A recognised checkpoint; `step` is None outside of a run directory."""
 
     path: Path
     step: int | None
@@ -34,8 +28,7 @@ class Located(NamedTuple):
     def open(self, types: Sequence[type] = ()) -> Stored:
         """Reads everything but the arrays of the checkpoint.
 
-        Args:
-            types: Classes of the caller that the checkpoint may name.
+        `types` are classes of the caller that the checkpoint may name.
 
         Raises:
             CheckpointNotFoundError: The checkpoint was deleted since.
@@ -74,10 +67,7 @@ def open_checkpoint(
     step_format: str | None = None,
     types: Sequence[type] = (),
 ) -> Stored:
-    """Locates a checkpoint and reads everything but the arrays.
-
-    See `locate` and `Located.open`.
-    """
+    """Locates a checkpoint and reads everything but the arrays."""
     located, stored = _open(path, step, step_format, types)
     check_step(located.path, located.step, stored)
     return stored
@@ -86,10 +76,7 @@ def open_checkpoint(
 def read_metadata(
     path: PathLike, step: int | None = None, *, step_format: str | None = None
 ) -> CheckpointMetadata:
-    """Locates a checkpoint and returns its metadata, without importing any class.
-
-    See `locate` and `Located.open`.
-    """
+    """Locates a checkpoint and returns its metadata, without importing any class."""
     return open_without_classes(path, step, step_format=step_format).metadata
 
 
@@ -98,8 +85,7 @@ def open_without_classes(
 ) -> Stored:
     """Locates a checkpoint and reads everything but the arrays, importing no class.
 
-    The structure has the names of all classes, and builds dicts and lists. See `locate`
-    and `Located.open`.
+    The structure has the names of all classes, and builds dicts and lists.
     """
     return _open(path, step, step_format, None)[1]
 
@@ -217,11 +203,7 @@ def _not_a_directory(path: Path) -> errors.OptionError:
 
 
 def _to_located(entry: _Entry) -> Located:
-    """Returns the checkpoint of a step.
-
-    Raises:
-        CheckpointFormatError: The checkpoint is of an unsupported kind.
-    """
+    """Returns the checkpoint of a step; raises its error if it has none."""
     if entry.checkpoint is None:
         assert entry.error is not None, entry
         raise entry.error
@@ -280,12 +262,7 @@ def _damaged_error(path: Path, why: str) -> errors.DamagedCheckpointError:
 
 
 def find_damage(path: Path, why: str) -> str | None:
-    """Returns why a path is no checkpoint, although named like one; None if it is one.
-
-    Args:
-        path: The path.
-        why: The reason, if it is known.
-    """
+    """Returns why a path named like a checkpoint is none; None if it is one."""
     if why:
         return why
     try:
@@ -312,43 +289,27 @@ def list_nearest(steps: Sequence[int], near: int) -> str:
 
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything but the arrays of the checkpoint at exactly `path`.
-
-    Also if it was saved as another step.
-    """
+    """Reads everything but the arrays of the checkpoint at exactly `path`, as saved."""
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         return Located(path, step, _formats.detect(path)).open_as_saved(types)
 
 
 def read_without_classes(path: Path) -> Stored:
-    """Reads everything but the arrays at exactly `path`, without importing any class.
-
-    Logs no warnings. The structure has none of the classes of the state.
-    """
+    """Reads all but the arrays at exactly `path`; imports no class, logs nothing."""
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         located = Located(path, None, _formats.detect(path))
         return located._read(None, warn=False)
 
 
 def read_step(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
-    """Reads everything but the arrays of a step of a run, or of any with `step` None.
-
-    Raises:
-        DamagedCheckpointError: The checkpoint was saved as another step.
-    """
+    """Reads everything but the arrays of a step of a run; of any with `step` None."""
     stored = read_stored(path, step, types)
     check_step(path, step, stored)
     return stored
 
 
 def check_step(path: Path, step: int | None, stored: Stored) -> None:
-    """Raises DamagedCheckpointError if `stored`, or an item, is of another step.
-
-    Args:
-        path: The checkpoint.
-        step: The step that it must be; None for any.
-        stored: The checkpoint, opened.
-    """
+    """Raises DamagedCheckpointError if `stored`, or an item, is of another step."""
     if step is None:
         return
     parts = {path: stored, **{path / n: one for n, one in stored.own_items.items()}}

@@ -31,12 +31,7 @@ _DATABASE = re.compile(
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays.
-
-    Raises:
-        DamagedCheckpointError: A file is missing, malformed, or differs from its
-            recorded digest.
-    """
+    """Reads everything but arrays, and checks the digests of the files."""
     file = path / orbax_json.MANIFEST
     if _storage.of(path).exists(file):
         outcome: Stored | errors.DamagedCheckpointError
@@ -59,11 +54,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _check_written_by_others(path: Path) -> None:
-    """Checks that a checkpoint without a manifest never had one.
-
-    Raises:
-        DamagedCheckpointError: The manifest is missing: the commit marker names it.
-    """
+    """Raises an error if the manifest is missing: the commit marker names it."""
     file = path / orbax_json.MANIFEST
     seal, recorded = _read_seal(path, _storage.of(path).names(path))
     if recorded and orbax_json.MANIFEST in recorded:
@@ -77,13 +68,9 @@ def _check_written_by_others(path: Path) -> None:
 def _read_seal(
     path: Path, names: Collection[str]
 ) -> tuple[Path, Mapping[str, Any] | None]:
-    """Returns the file with the digest of the manifest, and its content.
+    """Returns the file with the manifest's digest, one of `names`, and its content.
 
     The content is None without the file, and empty for a commit marker of Orbax.
-
-    Args:
-        path: The checkpoint.
-        names: The names of its entries.
     """
     # In an item, Orbax adds a commit marker of its own.
     for name in (items.SEAL, MARKER):
@@ -101,12 +88,7 @@ def read_dataset(
     """Returns the files of the dataset iterator saved in `path`; empty without any.
 
     Also empty after they were deleted on purpose. Orbax lets its users name the item,
-    so any item with grain's files counts.
-
-    Args:
-        path: The checkpoint.
-        digests: File name -> recorded digest.
-        name: The item of the dataset, as far as recorded.
+    so any item with grain's files counts, `name` first.
     """
     if _steps.markers.is_item_deleted(path, name):
         return {}
@@ -129,14 +111,7 @@ def read_dataset(
 def _read_native(
     path: Path, step: int | None, resolve: _state.treedef.Resolve, stamp: _storage.Stamp
 ) -> Stored:
-    """Reads everything but arrays.
-
-    Args:
-        path: The checkpoint.
-        step: Step number in a run directory.
-        resolve: Returns the classes that the manifest names.
-        stamp: The stamp of the manifest.
-    """
+    """Reads everything but arrays, of a manifest with this stamp."""
     file = stamp.path
     names = _storage.of(path).names(path)
     content = items.read_file(file, path)
@@ -202,15 +177,7 @@ def _read_items(
     """Returns the leaf table of items with arrays, and item -> reason of the damage.
 
     The table has the leaves of damaged items, too, as the manifest describes them.
-
-    Args:
-        path: The checkpoint.
-        parts: Item -> its leaves.
-        manifest: The manifest of the checkpoint.
-        is_alone: Whether the checkpoint has a single item with arrays.
-
-    Raises:
-        DamagedCheckpointError: The only item is damaged.
+    Damage of the only item is an error.
     """
     table: LeafTable = {}
     damaged: dict[str, str] = {}

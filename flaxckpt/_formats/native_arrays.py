@@ -42,10 +42,10 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
 
 
 def _parse_as(text: bytes, form: ArrayForm) -> Chunks:
-    """Returns the chunks by the metadata of an array of the recorded form.
+    """Returns the chunks by the metadata of an array.
 
-    Raises:
-        ValueError: The forms differ, or the metadata are unsupported.
+    Raises ValueError if the form is not the recorded one, or the metadata are
+    unsupported.
     """
     chunks = _parse(text)
     if (stored := chunks.form) != form:
@@ -63,11 +63,7 @@ MAX_METADATA_BYTES = 2**16
 
 @functools.lru_cache(maxsize=256)  # many arrays have equal metadata
 def _parse(text: bytes) -> Chunks:
-    """Parses the metadata of an array, within the limits of TensorStore.
-
-    Raises:
-        ValueError: The metadata are malformed or unsupported.
-    """
+    """Parses the metadata of an array, within the limits of TensorStore."""
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError("its metadata is too large")
     try:
@@ -122,11 +118,7 @@ _MAX_CHUNK_BYTES = 64 * 2**20  # if the array is smaller; old releases never cut
 def array_forms(
     item: Path, checkpoint: Path, names: Sequence[str], *, version: int, ocdbt: bool
 ) -> tuple[dict[str, ArrayForm], set[str]]:
-    """Reads the forms of arrays from their zarr metadata.
-
-    Returns:
-        Array name -> form; and the names of the arrays compressed by blosc.
-    """
+    """Reads the forms of arrays, and the names of those compressed by blosc."""
     check_names(item, names, ocdbt=ocdbt)
     file = "zarr.json" if version == 3 else ".zarray"
     keys = {name: _zarr.metadata.database_key(name, file) for name in names}
@@ -303,11 +295,7 @@ class Arrays:
     ) -> dict[str, tuple[int, int]]:
         """Returns the files with chunks of an array in a database.
 
-        Returns:
-            Path in the checkpoint -> first byte and end of the chunks.
-
-        Raises:
-            ValueError, OSError: A chunk is missing, or the index cannot be read.
+        Path in the checkpoint -> first byte and end of the chunks.
         """
         index = _zarr.ocdbt.open_index(self.root)
         found: dict[str, tuple[int, int]] = {}
@@ -324,11 +312,7 @@ class Arrays:
     def _check_places(
         self, name: str, info: LeafInfo, recorded: ChunkChecksums
     ) -> None:
-        """Compares the checksums after the chunks of an array with the recorded ones.
-
-        Raises:
-            ValueError, OSError: A chunk is another one, or is missing.
-        """
+        """Compares the checksums after an array's chunks with the recorded ones."""
         size = _zarr.checksums.CHECKSUM_BYTES
         index = _zarr.ocdbt.open_index(self.root) if self.ocdbt else None
         for n, chunk in enumerate(_arrays.forms.chunks(info)):
@@ -364,11 +348,7 @@ class _DigestChecks:
         self._lock = threading.Lock()
 
     def __call__(self, name: str) -> None:
-        """Compares the files of the array `name`.
-
-        Raises:
-            ValueError, OSError: A file has changed since the save, or is missing.
-        """
+        """Compares the files of the array `name`; raises ValueError or OSError."""
         name = "" if self._ocdbt else name
         with self._lock:
             if name not in self._done:
@@ -393,16 +373,8 @@ def leaf_table(
 ) -> LeafTable:
     """Returns the leaf table of a checkpoint, or of an item.
 
-    Args:
-        path: The checkpoint.
-        names: The name of each leaf on disk.
-        infos: The leaves.
-        arrays: The arrays.
-        strings: Leaf path -> value of the string leaves.
-
-    Raises:
-        DamagedCheckpointError: Names of arrays lead out of the checkpoint; all are
-            listed.
+    `names` are those on disk; `strings` are the values of the string leaves. Raises
+    DamagedCheckpointError if names of arrays lead out of the checkpoint.
     """
     table = {}
     stored_names = [

@@ -26,13 +26,7 @@ _LEAST_BYTES = _zarr.checksums.LEAST_BYTES
 
 
 class _Chunks(NamedTuple):
-    """The chunks of an array.
-
-    Attributes:
-        grid: Number of chunks along each axis.
-        total: Number of chunks.
-        segmented_bytes: Bytes of a chunk of several segments; 0 for a chunk of one.
-    """
+    """The chunks of an array; a chunk of one segment has 0 `segmented_bytes`."""
 
     grid: Shape
     total: int
@@ -55,9 +49,9 @@ def _chunks_of(
 
 
 def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
-    """Returns the bytes of the segments of new chunks; `sys.maxsize` for no segments.
+    """Returns the bytes of the segments of new chunks, the same in all processes.
 
-    All processes of a job get the same number.
+    `sys.maxsize` for no segments.
     """
     if encoding is None or not encoding.checksum:
         return sys.maxsize
@@ -84,12 +78,7 @@ def _arrays_of(
 def of_written(
     manifest: Manifest, written: _arrays.write.Checksums
 ) -> dict[LeafPath, ChunkChecksums]:
-    """Returns the checksums of new chunks: leaf path -> checksums of its chunks.
-
-    Args:
-        manifest: The manifest, without checksums.
-        written: The checksums from all processes.
-    """
+    """Returns the checksums of new chunks from all processes, by leaf path."""
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}
@@ -130,11 +119,7 @@ def _encode(content: bytes) -> str:
 def from_json(
     data: Mapping[str, Any], infos: Sequence[LeafInfo], encoding: Encoding | None
 ) -> dict[LeafPath, ChunkChecksums]:
-    """Returns the checksums in a manifest: leaf path -> checksums of its chunks.
-
-    Raises:
-        ValueError, KeyError, TypeError: The checksums are malformed.
-    """
+    """Returns the checksums in a manifest, which is not trusted, by leaf path."""
     if encoding is None or not encoding.checksum:
         return {}
     whole = data.get(_CHUNKS, {})

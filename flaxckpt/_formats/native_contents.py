@@ -58,9 +58,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     """Returns the files of a checkpoint: relative path -> content.
 
     Without the arrays, and without the files that `seal` makes once all others exist.
-
-    Raises:
-        SaveFailedError: `read` would not accept a file.
+    Raises SaveFailedError if `read` would not accept a file.
     """
     files: dict[str, bytes] = {}
     manifest = contents.manifest
@@ -109,8 +107,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
 def _trial_parse(name: str) -> Iterator[Callable[[bytes], dict[str, Any]]]:
     """Context with a function that parses the file `name` as readers do.
 
-    Raises:
-        SaveFailedError: The block failed; explains why readers cannot read the file.
+    If the block fails, it raises SaveFailedError.
     """
 
     def parse(content: bytes) -> dict[str, Any]:
@@ -145,7 +142,8 @@ def seal(
 
     The manifest has the digests of all `files` except the metrics, which may be
     replaced later, and of the indexes of databases. For zarr 2, whose chunks have no
-    checksums, it has the digests of all array files.
+    checksums, it has the digests of all array files. Raises SaveFailedError if `read`
+    would not accept it.
 
     Args:
         contents: Contents of the checkpoint.
@@ -154,12 +152,6 @@ def seal(
         written: Item -> what all processes have written to its database. None for a
             trial without arrays.
         digests: Digests of files written by other processes: name -> digest.
-
-    Returns:
-        Relative path -> content.
-
-    Raises:
-        SaveFailedError: `read` would not accept the manifest.
     """
     recorded = {
         name: _storage.files.digest(content)
@@ -207,11 +199,7 @@ def _digests_of_files(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def seal_name(digests: Mapping[str, str]) -> str:
-    """Returns the name of the file with the digest of the manifest.
-
-    Args:
-        digests: The digests in the manifest: file name -> digest.
-    """
+    """Returns the name of the file with the digest of the manifest with `digests`."""
     return MARKER if items.CHECKPOINT in digests else items.SEAL
 
 

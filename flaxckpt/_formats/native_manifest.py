@@ -106,15 +106,10 @@ class Manifest(NamedTuple):
         resolve: _state.treedef.Resolve,
         state: State | None = None,
     ) -> Manifest:
-        """Parses a manifest of any version in `VERSIONS`.
+        """Parses a manifest of any version in `VERSIONS`, which is not trusted.
 
-        Args:
-            data: The manifest, not trusted.
-            resolve: Finds the builder of a class.
-            state: The leaves and containers, if they need not be parsed.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: It is malformed.
+        With `state`, leaves and containers are not parsed. Raises an error of
+        `MALFORMED`.
         """
         unknown: set[str] = set()
         infos, structure = state or parse_state(data, resolve, unknown)
@@ -139,11 +134,7 @@ class Manifest(NamedTuple):
 
 
 def check_version(data: Mapping[str, Any], path: object) -> None:
-    """Checks that the manifest of the checkpoint `path` has a version that is read.
-
-    Raises:
-        CheckpointFormatError: It has another; names the packages that wrote it.
-    """
+    """Raises CheckpointFormatError for a version of the manifest that is not read."""
     version = data.get("version")
     if version not in VERSIONS:
         *first, last = map(str, VERSIONS)
@@ -180,17 +171,9 @@ def _shorten(info: LeafInfo) -> str:
 
 
 def check_readable(data: Mapping[str, Any], infos: Sequence[LeafInfo]) -> None:
-    """Parses a new manifest before the commit.
+    """Parses a new manifest before the commit, and raises an error of `MALFORMED`.
 
     Of more than 20,000 leaves, only a leaf of each kind is parsed, and no containers.
-
-    Args:
-        data: The manifest, parsed from JSON.
-        infos: The leaves of the checkpoint.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: Readers would not accept the
-            manifest.
     """
     resolve = _state.treedef.resolve_nothing
     if len(infos) <= _PARSED_LEAVES:
@@ -223,13 +206,7 @@ def parse_state(
 ) -> State:
     """Parses leaves and containers; wrong roles from older releases are corrected.
 
-    Args:
-        data: The fields, from an untrusted file.
-        resolve: Finds the builder of a class.
-        unknown: Receives the class names that `resolve` does not know.
-
-    Raises:
-        ValueError, KeyError, TypeError: The fields are malformed, or do not match.
+    `unknown` receives the class names that `resolve` does not know.
     """
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
     places = _find_places(structure)
@@ -284,11 +261,7 @@ def leaf_row(info: LeafInfo) -> JSON:
 def _parse_leaf(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
-    """Parses a row of `leaf_row`.
-
-    Raises:
-        ValueError, KeyError: The row is malformed.
-    """
+    """Parses a row of `leaf_row`."""
     path, python_type = row["path"], row["type"]
     impl = row.get("prng_impl")
     if python_type in EMPTIES:
@@ -362,11 +335,7 @@ def _encoding_row(encoding: Encoding) -> JSON:
 
 
 def _parse_encoding(row: Any) -> Encoding:
-    """Returns the encoding of the chunks of all arrays.
-
-    Raises:
-        ValueError, KeyError, TypeError: The encoding is malformed.
-    """
+    """Returns the encoding of the chunks of all arrays."""
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")
@@ -376,11 +345,7 @@ def _parse_encoding(row: Any) -> Encoding:
 
 
 def _parse_items(row: Any) -> Items:
-    """Returns the items with the arrays and the dataset.
-
-    Raises:
-        ValueError, KeyError, TypeError: The items are malformed.
-    """
+    """Returns the items with the arrays and the dataset."""
     state, dataset = row["state"], row["dataset"]
     names = [state] if isinstance(state, str) else state
     _parse_item_names([*(name for name in names if name), dataset])
@@ -390,8 +355,7 @@ def _parse_items(row: Any) -> Items:
 def _parse_item_names(value: Any) -> tuple[str, ...]:
     """Converts a list of the names of items to a tuple.
 
-    Raises:
-        ValueError: `value` is not a list of different names of directories.
+    Raises ValueError unless they are different names of directories.
     """
     names = _parse_texts(value)
     if len(set(names)) < len(names):
@@ -403,11 +367,7 @@ def _parse_item_names(value: Any) -> tuple[str, ...]:
 
 
 def _parse_files(value: Any, what: str) -> dict[str, Any]:
-    """Returns a map of files in the checkpoint.
-
-    Raises:
-        ValueError: `value` is no map, or has files outside of the checkpoint.
-    """
+    """Returns a map of files; raises ValueError for files outside of the checkpoint."""
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:80]} is not a map of {what}")
     for name in value:
@@ -417,11 +377,7 @@ def _parse_files(value: Any, what: str) -> dict[str, Any]:
 
 
 def _parse_sizes(value: Any) -> dict[str, int]:
-    """Returns the files of databases: file name -> bytes.
-
-    Raises:
-        ValueError: The files are malformed, or outside of the checkpoint.
-    """
+    """Returns the files of databases: file name -> bytes."""
     for name, size in (files := _parse_files(value, "files")).items():
         if type(size) is not int or size < 0:
             raise ValueError(f"{name[:80]!r} has {str(size)[:20]} bytes")
@@ -431,10 +387,7 @@ def _parse_sizes(value: Any) -> dict[str, int]:
 def history_rows(
     lineage: Iterable[Lineage], transforms: Iterable[str]
 ) -> dict[str, JSON]:
-    """Returns the fields of the lineage and transforms, unless there are none.
-
-    The inverse of `parse_history`.
-    """
+    """Returns the fields of lineage and transforms, if any, for `parse_history`."""
     origins = [origin._asdict() for origin in lineage]
     rows: dict[str, JSON] = {"lineage": origins, "transforms": list(transforms)}
     return {name: row for name, row in rows.items() if row}
@@ -443,11 +396,7 @@ def history_rows(
 def parse_history(
     data: Mapping[str, Any],
 ) -> tuple[tuple[Lineage, ...], tuple[str, ...]]:
-    """Returns the checkpoints that the run started from, and the transforms.
-
-    Raises:
-        ValueError, KeyError, TypeError: The fields are malformed.
-    """
+    """Returns the checkpoints that the run started from, and the transforms."""
     origins = []
     for row in data.get("lineage", []):
         path, step, digest = row["path"], row["step"], row["digest"]
@@ -459,22 +408,14 @@ def parse_history(
 
 
 def _parse_step(step: Any) -> int | None:
-    """Returns the step number; None for a checkpoint saved on its own.
-
-    Raises:
-        ValueError: The step is neither an integer nor null.
-    """
+    """Returns the step number; None for a checkpoint saved on its own."""
     if type(step) not in (int, type(None)):
         raise ValueError(f"{str(step)[:80]} is not a step number")
     return cast("int | None", step)
 
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
-    """Converts a list of strings to a tuple.
-
-    Raises:
-        ValueError: `value` is not a list of strings.
-    """
+    """Converts a list of strings to a tuple; raises ValueError for anything else."""
     if not isinstance(value, list) or not all(type(text) is str for text in value):
         raise ValueError(f"{str(value)[:80]} is not a list of strings")
     return tuple(value)

@@ -47,10 +47,6 @@ def checkpoint_metadata(
         dataset: The item of the dataset; None without it.
         names: The names of the entries in `path`, if already listed.
         recorded_step: Step number at the save; None if not recorded.
-
-    Raises:
-        DamagedCheckpointError: A file with a recorded digest is missing, malformed, or
-            has changed.
     """
     file = path / CHECKPOINT
     names = _storage.of(path).names(path) if names is None else names
@@ -81,7 +77,7 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns the time of the start of the save of `path`, in seconds since 1970.
+    """Returns the start of the save of `path`, in seconds since 1970.
 
     If not recorded, the modification time of the oldest file.
     """
@@ -109,14 +105,8 @@ def write_run_metadata(
 ) -> None:
     """Writes the user's metadata of a whole run atomically.
 
-    Args:
-        root: The run directory.
-        custom: The metadata.
-        mode: Mode of directories, from which the mode of files follows; None for the
-            umask's.
-
-    Raises:
-        ValueError: The path of the file leads out of the run through a symlink.
+    The mode of files follows from that of directories, `mode`; None is the umask's.
+    Raises ValueError if the path leads out of the run through a symlink.
     """
     path = root / _RUN_METADATA
     _storage.of(path).check_file(path, root)
@@ -136,8 +126,7 @@ def _read_metrics(
 ) -> dict[str, float]:
     """Returns the numeric metrics of the checkpoint `path`, saved as `step`.
 
-    A damaged file of metrics is logged and counts as empty, so that the state remains
-    readable.
+    A damaged file is logged and counts as empty: the state remains readable.
     """
     has_none = isinstance(recorded.handlers, dict) and METRICS not in recorded.handlers
     if has_none and not {METRICS, _steps.markers.MEASURED}.intersection(names):
@@ -150,17 +139,9 @@ def _read_metrics(
 
 
 def load_metrics(path: Path, step: int | None) -> dict[str, Any]:
-    """Returns the content of the metrics file of the checkpoint `path`.
+    """Returns the content of the metrics file of `path`; empty without metrics.
 
-    Empty for a checkpoint without metrics.
-
-    Args:
-        path: The checkpoint.
-        step: The step that the metrics must be of; None for any.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, malformed, of another step, or
-            differs from its recorded digests.
+    Raises DamagedCheckpointError for metrics of another step than `step`, unless None.
     """
     file = path / METRICS / METRICS
     if not _storage.of(file).exists(file):
@@ -203,8 +184,7 @@ def _evidence_of_metrics(path: Path) -> str | None:
 def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
     """Returns True if `metrics` match a recorded digest, or none was recorded.
 
-    Raises:
-        DamagedCheckpointError: The metrics were recorded for another step than `step`.
+    Raises DamagedCheckpointError if they were recorded for another step than `step`.
     """
     file = path / METRICS_DIGESTS
     if not _storage.of(path).exists(file):
@@ -276,12 +256,7 @@ def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
 
 
 def metrics_digests(*contents: bytes, step: int | None) -> bytes:
-    """Returns the content of `metrics/digests` that accepts any of `contents`.
-
-    Args:
-        *contents: Contents of the metrics file.
-        step: The step that the metrics are of; None if unknown.
-    """
+    """Returns the content of `metrics/digests` that accepts any of `contents`."""
     digests = [_storage.files.digest(content) for content in contents]
     return _digests_text(digests, step)
 
@@ -292,23 +267,14 @@ def _digests_text(digests: JSON, step: JSON) -> bytes:
 
 
 def _parse_digests(content: bytes, file: Path) -> tuple[list[JSON], JSON]:
-    """Parses `_digests_text`; malformed digests count as none.
-
-    Raises:
-        DamagedCheckpointError: `content` is not a JSON object.
-    """
+    """Parses `_digests_text`; malformed digests count as none."""
     record = orbax_json.loads(content, file)
     digests = record.get(METRICS)
     return digests if isinstance(digests, list) else [], record.get(_STEP)
 
 
 def check_metrics_digests(path: Path) -> None:
-    """Raises ValueError if `metrics/digests` has changed since it was written.
-
-    Raises:
-        ValueError: The file has other content.
-        DamagedCheckpointError: The file is missing, or not a JSON object.
-    """
+    """Raises ValueError if `metrics/digests` has changed since it was written."""
     file = path / METRICS_DIGESTS
     content = items.read_file(file, path)
     if content != _digests_text(*_parse_digests(content, file)):
@@ -318,14 +284,8 @@ def check_metrics_digests(path: Path) -> None:
 def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> None:
     """Replaces the metrics of the committed checkpoint `path` atomically.
 
-    Args:
-        path: The checkpoint.
-        metrics: The metrics.
-        step: The step that the metrics are of; None if unknown.
-
-    Raises:
-        ValueError: The path of the metrics leads out of the checkpoint through a
-            symlink, or the metrics are too large for readers.
+    Raises ValueError if they are too large for readers, or their path leads out of the
+    checkpoint through a symlink.
     """
     storage, file = _storage.of(path), path / METRICS / METRICS
     storage.check_file(file, path)

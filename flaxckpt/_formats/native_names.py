@@ -18,15 +18,7 @@ _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def check(infos: Sequence[LeafInfo], names: Sequence[str]) -> None:
-    """Raises LeafNameError for names that collide on disk or that readers refuse.
-
-    Args:
-        infos: The leaves of an item.
-        names: The name of each leaf on disk.
-
-    Raises:
-        LeafNameError: Lists all names at fault.
-    """
+    """Raises LeafNameError for names that collide on disk or that readers refuse."""
     faults: dict[str, str] = {}
     seen: dict[str, LeafPath] = {}
     strings = []
@@ -58,11 +50,7 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str]) -> None:
 
 
 def make_items(state: object, dataset: object) -> items.Items:
-    """Returns the items for the options `items` and `dataset_item`.
-
-    Raises:
-        OptionError: The options are not names of directories, or not different names.
-    """
+    """Returns the items for the options `items` and `dataset_item`, checked."""
     if not isinstance(state, str):
         if not isinstance(state, Sequence):
             raise errors.OptionError(
@@ -80,15 +68,7 @@ def make_items(state: object, dataset: object) -> items.Items:
 
 
 def check_items(layout: items.Items, json: Iterable[str]) -> None:
-    """Raises OptionError for items that cannot be directories of a checkpoint.
-
-    Args:
-        layout: The items with the arrays and the dataset.
-        json: The JSON items.
-
-    Raises:
-        OptionError: Lists all names at fault.
-    """
+    """Raises OptionError for items that cannot be directories of a checkpoint."""
     roles: dict[str, str] = {}
     faults: dict[object, str] = {}
     is_root = layout.state == ""  # a checkpoint without items
@@ -132,12 +112,7 @@ def find_fault(item: object) -> str | None:
 
 
 def check_branches(layout: items.Items, infos: Sequence[LeafInfo]) -> None:
-    """Raises LeafNameError unless each leaf is in a branch that is an item.
-
-    Raises:
-        LeafNameError: Lists the branches that are not items, and the items without
-            leaves.
-    """
+    """Raises LeafNameError unless each leaf is in a branch that is an item."""
     if isinstance(layout.state, str):
         return
     faults = {}

@@ -21,12 +21,7 @@ _log = logging.getLogger(__name__)
 def read(path: Path, item: Path) -> Stored:
     """Reads everything but the arrays of a tree, without the metadata of the step.
 
-    Args:
-        path: The checkpoint.
-        item: The directory of the tree: the checkpoint itself, or an item.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or malformed.
+    `item` is the directory of the tree: the checkpoint `path`, or an item of it.
     """
     if not (item / items.TREE).is_file():
         # Through the door: few checkpoints need its readers of arrays.

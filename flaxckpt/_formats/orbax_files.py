@@ -138,12 +138,7 @@ def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
 
 
 class TreeMetadataRow(NamedTuple):
-    """A leaf or an empty container in `_METADATA`.
-
-    Attributes:
-        keys: The keys of its path.
-        value_type: Orbax's name of its type.
-    """
+    """A leaf or an empty container in `_METADATA`, with Orbax's name of its type."""
 
     keys: tuple[_state.tree.Key, ...]
     value_type: str
@@ -169,11 +164,7 @@ class TreeMetadataRow(NamedTuple):
         return self.value_type != "string" and self.empty_type is None
 
     def python_type(self, dtype: str) -> str:
-        """Returns the Python type of an array restored without a target state.
-
-        Raises:
-            ValueError: The value type is unknown.
-        """
+        """Returns the Python type of an array restored without a target state."""
         if self.value_type == "scalar":
             return PYTHON_OF_KIND[_state.dtypes.kind(dtype)]
         if self.value_type not in ("jax.Array", "np.ndarray"):
@@ -198,11 +189,7 @@ class TreeMetadata(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TreeMetadata:
-        """Parses the content, of which `tree_metadata` is the inverse.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError: It is malformed.
-        """
+        """Parses the content, of which `tree_metadata` is the inverse."""
         ocdbt = data.get("use_ocdbt")
         return cls(
             [
@@ -218,11 +205,7 @@ class TreeMetadata(NamedTuple):
 
 
 def _parse_keys(row: Any) -> tuple[_state.tree.Key, ...]:
-    """Returns the keys of a row of `_METADATA`.
-
-    Raises:
-        ValueError, KeyError, TypeError: The row is malformed.
-    """
+    """Returns the keys of a row of `_METADATA`."""
     keys = []
     for key in row["key_metadata"]:
         name = key["key"]
@@ -285,8 +268,7 @@ def _device_ids(devices: Any) -> JSON:
 def parse_mesh_axes(part: Any) -> MeshAxes:
     """Returns the mesh axes of a part of a partition spec, as `PartitionSpec` has them.
 
-    Raises:
-        ValueError: `part` is neither the name of an axis, a list of names, nor null.
+    Raises ValueError unless `part` is the name of an axis, a list of names, or null.
     """
     names = part if isinstance(part, list) else [part]
     if any(isinstance(name, list | dict) for name in names):
@@ -297,9 +279,8 @@ def parse_mesh_axes(part: Any) -> MeshAxes:
 class Split(NamedTuple):
     """The sharding of an array over a mesh at the save.
 
-    Attributes:
-        mesh_axes: The partition spec as a tuple; see `LeafInfo`.
-        parts: Number of parts along each of the first axes.
+    `mesh_axes` is as in `LeafInfo`; `parts` are the numbers of parts along the first
+    axes.
     """
 
     mesh_axes: tuple[MeshAxes, ...]
@@ -319,8 +300,8 @@ class Split(NamedTuple):
 def parse_splits(data: Mapping[str, Any]) -> dict[str, Split]:
     """Parses `_sharding`: param name -> split of the array.
 
-    Arrays on a single device are left out, and so are malformed entries, because
-    reading the values does not depend on them.
+    Leaves out arrays on a single device, and malformed entries: reading the values does
+    not depend on them.
     """
     splits = {}
     parse = functools.cache(_parse_split)  # many arrays are split alike
@@ -378,11 +359,7 @@ def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
 
 
 def parse_impls(data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns param name -> implementation of the PRNG keys from `array_metadatas`.
-
-    Raises:
-        AttributeError, TypeError: The content is malformed.
-    """
+    """Returns param name -> implementation of the PRNG keys from `array_metadatas`."""
     impls = {}
     for row in data.get("array_metadatas", []):
         array = row.get("array_metadata", {})

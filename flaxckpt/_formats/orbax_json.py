@@ -41,11 +41,7 @@ def strings(values: Mapping[str, str]) -> bytes:
 
 
 def parse(content: bytes, path: object) -> JSON:
-    """Parses JSON of any type.
-
-    Raises:
-        DamagedCheckpointError: `content` is not JSON.
-    """
+    """Parses JSON of any type; raises DamagedCheckpointError for anything else."""
     try:
         _util.json_limits.check(content)
         data: JSON = json.loads(content.decode())
@@ -58,11 +54,7 @@ def parse(content: bytes, path: object) -> JSON:
 
 
 def loads(content: bytes, path: object) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        DamagedCheckpointError: `content` is not a JSON object.
-    """
+    """Parses a JSON object; raises DamagedCheckpointError for anything else."""
     data = parse(content, path)
     if not isinstance(data, dict):
         raise errors.DamagedCheckpointError(

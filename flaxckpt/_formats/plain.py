@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 class Opened:
     """An array with a function to open it, unlike the plain bytes of msgpack's `Array`.
 
-    Attributes:
-        shape: In elements.
-        dtype: Name of the element type.
-        chunk_shape: Shape of the smallest part that can be read.
-        open: Opens the array; see `StoredLeaf`.
-        check: Compares the array with its checksum, if any; see `StoredLeaf`.
+    `chunk_shape` is the shape of the smallest part that can be read; for `open` and
+    `check` see `StoredLeaf`.
     """
 
     shape: Shape
@@ -46,13 +42,7 @@ def make_stored(
 ) -> Stored:
     """Returns the checkpoint of a leaf table without recorded containers.
 
-    Args:
-        path: The checkpoint.
-        table: The leaves; an empty table is that of an empty dict.
-        format_name: Value of `CheckpointMetadata.format`.
-        step: Step number, or None.
-        stamp: Stamp of the file that describes the leaves, from before the read.
-        custom: Metadata in the file, if any.
+    `stamp` is from before the read; an empty table is that of an empty dict.
     """
     if not table:
         table = {"": Leaf(EMPTY_STATE, (StoredLeaf(path, EMPTY_STATE),))}

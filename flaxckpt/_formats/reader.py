@@ -147,11 +147,7 @@ class Stored:
         }
 
     def check_items(self, items: Collection[str]) -> None:
-        """Raises an error if any of `items` is damaged.
-
-        Raises:
-            DamagedCheckpointError: Names the damaged items among `items`.
-        """
+        """Raises DamagedCheckpointError if any of `items` is damaged."""
         damaged = self.metadata.damaged_items
         rows = [f"{item} {damaged[item]}" for item in damaged if item in items]
         if rows:
@@ -196,12 +192,7 @@ class Reader(Protocol):
 def replacements_reported(
     path: Path | str, stamp: _storage.Stamp | None
 ) -> Iterator[None]:
-    """Reports damage found in the block as a replacement, if there was one.
-
-    Args:
-        path: The checkpoint.
-        stamp: Stamp of the file that describes the checkpoint; None if unknown.
-    """
+    """Reports damage found in the block as a replacement, if there was one."""
     try:
         yield
     except errors.DamagedCheckpointError:
@@ -212,15 +203,9 @@ def replacements_reported(
 def check_current(
     path: Path | str, stamp: _storage.Stamp | None, action: str = "load"
 ) -> None:
-    """Raises an error if the checkpoint was replaced while it was read.
+    """Raises DamagedCheckpointError if the stamped file was replaced meanwhile.
 
-    Args:
-        path: The checkpoint.
-        stamp: Stamp of the file that describes the checkpoint; None if unknown.
-        action: What to do again.
-
-    Raises:
-        DamagedCheckpointError: The file has changed, or is gone.
+    `action` is what the message says to do again.
     """
     if stamp is not None and not stamp.is_current():
         raise errors.DamagedCheckpointError(

@@ -100,8 +100,7 @@ def big_vision(path: Path) -> str | None:
 def find_pointer(path: Path) -> Path | None:
     """Returns the pointer to the newest checkpoint of big_vision, if there is one.
 
-    Args:
-        path: The pointer, or the name of the checkpoint without a step.
+    `path` is the pointer, or the name of the checkpoint without a step.
     """
     if not path.name.endswith(_POINTER):
         if path.exists():

@@ -28,12 +28,7 @@ _SHARD = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.\w+)", re.DOTALL)
 
 
 def read_index(index_file: Path) -> ShardIndex:
-    """Reads an index.
-
-    Raises:
-        DamagedCheckpointError: It is missing, or not an index of files beside it.
-        CheckpointFormatError: It is a Git LFS pointer.
-    """
+    """Reads an index of files beside it; raises an error for anything else."""
     try:
         if not stat.S_ISREG(index_file.stat().st_mode):
             raise ValueError("it is not a regular file")
@@ -147,9 +142,7 @@ def warn_if_shard(path: Path) -> None:
 def locate(directory: Path, name: str) -> Path:
     """Returns the path of the file `name` in `directory`.
 
-    Raises:
-        DamagedCheckpointError: The file is missing, or a symlink out of the directory.
-            Links of a snapshot in the Hub's cache may lead to its blobs.
+    A symlink out of the directory is damage, unless to the blobs of the Hub's cache.
     """
     path = directory / name
     try:

@@ -125,10 +125,7 @@ def begins_with_array(path: Path) -> bool:
 
 
 def begins_with_record(path: Path) -> bool:
-    """Returns True if the file `path` begins with a record of keys and a value.
-
-    A record is a list of two items, the first a list of strings.
-    """
+    """Returns True if `path` begins with a list of two items, the first of strings."""
     try:
         with scanner.scanner(path, buffer_bytes=_FIRST_BYTES) as scan:
             if scan.head() != ("array", 2):

@@ -41,12 +41,7 @@ _STORES = ("file", "gfile", "gcs")
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays.
-
-    Raises:
-        CheckpointFormatError: The version is not supported.
-        DamagedCheckpointError: Leaves are missing, or differ from T5X's.
-    """
+    """Reads everything but arrays."""
     file = path / recognise.T5X_FILE if path.is_dir() else path.resolve()
     stamp = _storage.stamp(file)
     try:
@@ -79,8 +74,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 class _SpecReplacer:
     """Replaces the TensorStore specs in a checkpoint by the arrays.
 
-    Attributes:
-        faults: Leaf path -> reason why its directory cannot be read.
+    `faults` are the reasons why directories cannot be read, by leaf path.
     """
 
     def __init__(self, root: Path, version: int) -> None:
@@ -138,11 +132,7 @@ def _is_spec(value: dict[str, Any]) -> bool:
 
 
 def _directory(spec: dict[str, Any]) -> str:
-    """Returns the name of the array directory in a TensorStore spec.
-
-    Raises:
-        ValueError: The spec differs from T5X's.
-    """
+    """Returns the name of the array directory in a TensorStore spec like T5X's."""
     kvstore, metadata = spec["kvstore"], spec["metadata"]
     if not isinstance(kvstore, dict):
         raise ValueError(f"its specification is the URL {kvstore[:40]!r}, unlike T5X")

@@ -71,8 +71,7 @@ class _Zarr2:
 def find_array(root: Path, name: str) -> plain.Opened:
     """Returns the array in the directory `name` of a checkpoint, values unread.
 
-    Raises:
-        ValueError: The array is missing or unsupported.
+    Raises ValueError if the array is missing or unsupported.
     """
     array = _parse(root, name, _metadata(root, name))
     return plain.Opened(
@@ -84,11 +83,7 @@ def find_array(root: Path, name: str) -> plain.Opened:
 
 
 def check_name(name: str) -> str:
-    """Returns `name` if valid as the name of a directory directly in a checkpoint.
-
-    Raises:
-        ValueError: The name is empty, too long, hidden, or has a separator.
-    """
+    """Returns `name` if valid as the name of a directory directly in a checkpoint."""
     if not name or len(name) > 1024 or name[0] == "." or set(name) & set("/\\\0"):
         raise ValueError(
             f"its directory {name[:80]!r} is not a directory in the checkpoint"
@@ -115,11 +110,7 @@ def check_inside(root: Path, path: Path) -> Path:
 
 
 def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
-    """Parses a `.zarray`.
-
-    Raises:
-        ValueError: The metadata are malformed or unsupported.
-    """
+    """Parses a `.zarray`; raises ValueError if malformed or unsupported."""
     for key, allowed in (
         ("zarr_format", (2,)),
         ("order", ("C", "F")),
@@ -218,10 +209,6 @@ def _check_files(array: _Zarr2) -> None:
     """Raises ValueError unless every chunk has a regular file of plausible size.
 
     Called before any memory is allocated for the chunks.
-
-    Raises:
-        ValueError: A chunk is missing, has an implausible size, or a symlink leads out
-            of the checkpoint.
     """
     count = _zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
     sizes: dict[str, int] = {}
@@ -248,11 +235,7 @@ def _check_files(array: _Zarr2) -> None:
 
 
 def _read_chunk(array: _Zarr2, key: str) -> Array:
-    """Returns the values of a chunk.
-
-    Raises:
-        ValueError, OSError: The chunk is missing, incomplete or damaged.
-    """
+    """Returns the values of a chunk; raises ValueError or OSError if damaged."""
     path = array.root / array.name / key
     content = path.read_bytes()
     if array.codec is not None:

@@ -112,11 +112,8 @@ _UNREAD = {
 class GgufTensor(NamedTuple):
     """A tensor in a file.
 
-    Attributes:
-        shape: In elements, the slowest axis first, as in numpy.
-        type: The element type.
-        offset: Offset of the first byte from the start of the file.
-        is_read: True if the values can be read.
+    `shape` is in elements, the slowest axis first, as in numpy; `offset` is from the
+    start of the file.
     """
 
     shape: Shape
@@ -131,12 +128,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """The header of a file.
-
-    Attributes:
-        tensors: Tensor name -> tensor, in the order of the file.
-        values: Key -> value; long arrays and texts are only described.
-    """
+    """The header of a file; `values` describes long arrays and texts only."""
 
     tensors: Mapping[str, GgufTensor]
     values: Mapping[str, JSON]
@@ -147,11 +139,7 @@ class UnsupportedVersionError(ValueError):
 
 
 def parse(file: BinaryIO, *, file_size: int) -> GgufHeader:
-    """Parses the header of a file, and compares it with the size of the file.
-
-    Args:
-        file: The file, at its beginning.
-        file_size: Size of the whole file, in bytes.
+    """Parses the header of a file, and compares it with the size of the file in bytes.
 
     Raises:
         UnsupportedVersionError: The file has another version or byte order.
@@ -204,9 +192,7 @@ def _check_version(version: int) -> None:
 class _Scanner:
     """Reads numbers and texts from a file, within limits.
 
-    Attributes:
-        strings_left: Strings in arrays that may still be read.
-        shown_left: Bytes of texts and arrays that may still be returned.
+    `strings_left` strings may still be read, and `shown_left` bytes returned.
     """
 
     def __init__(self, file: BinaryIO, file_size: int) -> None:
@@ -433,8 +419,7 @@ def _place(
 ) -> dict[str, GgufTensor]:
     """Returns tensors with offsets from the start of the file.
 
-    Raises:
-        ValueError: Tensors are not aligned, overlap or lie beyond the end of the file.
+    Raises ValueError for tensors that overlap, are not aligned, or beyond the end.
     """
     placed: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():

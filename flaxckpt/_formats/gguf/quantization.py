@@ -26,10 +26,8 @@ _SCALE_BYTES = 2
 def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array stored as Q8_0, read-only.
 
-    Args:
-        blocks: The bytes of the blocks: the shape of the array, with blocks in place of
-            the elements along the last axis, and then the bytes of a block.
-        context: Context shared by all arrays read together.
+    The shape of `blocks` is that of the array, with blocks in place of the elements
+    along the last axis, and then the bytes of a block.
     """
     *outer, count, _ = blocks.shape
     shape = (*outer, count * BLOCK)

@@ -23,12 +23,7 @@ _SPLIT_COUNT = "split.count"
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads the key-values, and the names, shapes and types of all tensors.
-
-    Raises:
-        DamagedCheckpointError: The file is malformed or truncated.
-        CheckpointFormatError: The file has a version or byte order that is not read.
-    """
+    """Reads the key-values, and the names, shapes and types of all tensors."""
     stamp = _storage.stamp(path)
     header = _read_header(path)
     count = header.values.get(_SPLIT_COUNT)

@@ -79,10 +79,6 @@ def make_stored(
         step: Step number, or None.
         stamp: Stamp of the file, from before the scan.
         shards: Stamps of other files with arrays.
-
-    Raises:
-        DamagedCheckpointError: Some leaves are not of Flax, or too many; lists the
-            leaves.
     """
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}

@@ -25,9 +25,7 @@ _ELSEWHERE = "//GDAPlaceholder:"
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
 
-    Raises:
-        DamagedCheckpointError: A file differs from Flax's, or a shard is missing.
-        CheckpointFormatError: Some arrays are in other files, which is not supported.
+    Raises CheckpointFormatError if some arrays are in the files of other processes.
     """
     path = hub_cache.find_snapshot(path) or path
     index = recognise.find_flax_index(path)
@@ -112,11 +110,7 @@ def _flatten(
 def _put(
     tree: dict[str, Value], keys: tuple[str, ...], value: Value, index_file: Path
 ) -> None:
-    """Adds a leaf to nested maps.
-
-    Raises:
-        DamagedCheckpointError: Another shard has it, or a leaf above or below it.
-    """
+    """Adds a leaf to nested maps; raises an error if another is in its place."""
     inner: Value = tree
     for key in keys[:-1]:
         inner = inner.setdefault(key, {})

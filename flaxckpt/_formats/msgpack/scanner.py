@@ -61,27 +61,14 @@ _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 class ByteRun(NamedTuple):
-    """A run of bytes in a file.
-
-    Attributes:
-        offset: Offset of the first byte.
-        size: Number of bytes.
-    """
+    """A run of bytes in a file."""
 
     offset: int
     size: int
 
 
 class Array(NamedTuple):
-    """An array in a file.
-
-    Attributes:
-        pieces: The runs of bytes of its elements, in order.
-        shape: In elements.
-        dtype: Name of the element type.
-        file: The file.
-        is_scalar: True for a numpy scalar.
-    """
+    """An array in a file; `pieces` are the bytes of its elements, in order."""
 
     pieces: tuple[ByteRun, ...]
     shape: Shape
@@ -96,15 +83,7 @@ Value: TypeAlias = Any
 
 @contextlib.contextmanager
 def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
-    """Opens a file in a context, and returns a scanner of the file.
-
-    Args:
-        path: The file.
-        buffer_bytes: Size of the read buffer.
-
-    Raises:
-        DamagedCheckpointError: The path is missing, or not a regular file.
-    """
+    """Opens a file in a context, and returns a scanner of the file."""
     if not path.is_file():
         raise errors.DamagedCheckpointError(
             f"{path} is not a regular file; restore another step"
@@ -114,12 +93,7 @@ def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
 
 
 class Scanner:
-    """Scans a file value by value.
-
-    Attributes:
-        position: Offset of the next value, in bytes.
-        size: Size of the file, in bytes.
-    """
+    """Scans a file value by value; `position` and `size` are in bytes."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
@@ -132,11 +106,7 @@ class Scanner:
         self._text_bytes = 0
 
     def value(self) -> Value:
-        """Returns the next value, including nested values.
-
-        Raises:
-            DamagedCheckpointError: The value is missing, or not of Flax.
-        """
+        """Returns the next value, including nested values."""
         return self._value(0)
 
     def head(self) -> tuple[str, Any]:

@@ -30,14 +30,7 @@ _NDARRAY, _COMPLEX, _NUMPY_SCALAR = 1, 2, 3
 
 
 class Contents(NamedTuple):
-    """A state for the writer.
-
-    Attributes:
-        structure: The containers.
-        infos: Leaf path -> leaf info.
-        numbers: Leaf path -> value of the Python numbers.
-        strings: Leaf path -> value of the string leaves.
-    """
+    """A state for the writer: containers, leaf infos, and values that are no arrays."""
 
     structure: _state.tree.Node | LeafPath
     infos: Mapping[LeafPath, LeafInfo]
@@ -48,9 +41,7 @@ class Contents(NamedTuple):
 def make_layout(name: str, contents: Contents) -> file_layout.FileLayout:
     """Returns the layout of the file `name` for a state.
 
-    Raises:
-        LeafNameError: Readers would refuse or misread some names.
-        UnsupportedLeafError: Readers would refuse or misread some values.
+    Raises errors for names and values that readers would refuse or misread.
     """
     _check(contents)
     file = file_layout.FileLayout(name)
@@ -119,15 +110,7 @@ def _check_names(
     depth: int,
     faults: dict[LeafPath, str],
 ) -> None:
-    """Adds leaves with names that readers would refuse or misread to `faults`.
-
-    Args:
-        contents: The state.
-        node: A leaf or a container of the state.
-        path: The keys of the node.
-        depth: Number of containers around the node.
-        faults: Leaf path -> fault; updated in place.
-    """
+    """Adds leaves with names that readers would refuse or misread to `faults`."""
     if isinstance(node, str) or node.type == "None":
         return
     if depth >= _state.tree.MAX_DEPTH:

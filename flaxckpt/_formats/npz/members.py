@@ -80,15 +80,7 @@ class Member(NamedTuple):
 
 
 class NpyHeader(NamedTuple):
-    """The numpy header of a member.
-
-    Attributes:
-        nbytes: Size of the header itself.
-        shape: In elements.
-        dtype: Name of the element type.
-        is_fortran: True for Fortran order.
-        is_big_endian: True if the bytes of each element must be swapped.
-    """
+    """The numpy header of a member, of `nbytes` itself."""
 
     nbytes: int
     shape: Shape
@@ -107,18 +99,9 @@ class UnsupportedError(ValueError):
 def read_members(
     file: IO[bytes], stamp: _storage.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
-    """Returns the intact members of an archive, and the reasons against the rest.
+    """Returns the intact members of an archive, and member name -> fault of the rest.
 
-    Args:
-        file: The archive.
-        stamp: Stamp of the archive.
-        size: Size of the archive, in bytes.
-
-    Returns:
-        The members, and member name -> fault.
-
-    Raises:
-        ValueError: The file is not an archive, or members overlap.
+    Raises ValueError if the file is not an archive, or members overlap.
     """
     try:
         with zipfile.ZipFile(cast("IO[bytes]", _LimitedReads(file))) as archive:
@@ -164,11 +147,7 @@ def read_members(
 def _locate_member(
     file: IO[bytes], stamp: _storage.Stamp, info: zipfile.ZipInfo
 ) -> Member:
-    """Locates the content of a member.
-
-    Raises:
-        ValueError: The member's own header is missing, or contradicts the directory.
-    """
+    """Locates a member; raises ValueError if its header contradicts the directory."""
     file.seek(info.header_offset)
     content = file.read(_LOCAL.size)
     if len(content) < _LOCAL.size or not content.startswith(signatures.ARCHIVE):
@@ -272,14 +251,7 @@ def _read_start(file: IO[bytes], member: Member, count: int) -> bytes:
 
 
 def locate_header(head: bytes) -> tuple[int, int]:
-    """Returns the start and the end of the header's text.
-
-    Args:
-        head: The first bytes of a `.npy` file.
-
-    Raises:
-        ValueError: Not a numpy array, or the header is too long.
-    """
+    """Returns the start and the end of the header's text in the `head` of a file."""
     if (
         not head.startswith(signatures.ARRAY)
         or len(head) < 12
@@ -294,12 +266,7 @@ def locate_header(head: bytes) -> tuple[int, int]:
 
 
 def parse_header(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
-    """Parses the text of a header to shape, Fortran order and dtype.
-
-    Raises:
-        UnsupportedError: The type is not supported.
-        ValueError: The header is malformed.
-    """
+    """Parses the text of a header to shape, Fortran order and dtype."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # from Python's parser
@@ -329,11 +296,7 @@ def parse_header(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns the name of the element type of a numpy header.
-
-    Raises:
-        UnsupportedError: The type is not supported.
-    """
+    """Returns the name of the element type of a numpy header."""
     if dtype.kind == "V" and dtype.itemsize == 2:
         return "bfloat16"  # the only type of two bytes that numpy writes as `V2`
     if dtype.kind == "V":
@@ -349,11 +312,7 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def expand(member: Member, start: int, stop: int) -> Array:
-    """Expands and checks a whole member; returns the bytes from `start` to `stop`.
-
-    Raises:
-        ValueError, OSError: The member is damaged, or the archive was replaced.
-    """
+    """Expands and checks a whole member; returns the bytes from `start` to `stop`."""
     _util.memory.check(stop - start)
     values = np.empty(stop - start, np.uint8)
     position = 0
@@ -367,11 +326,7 @@ def expand(member: Member, start: int, stop: int) -> Array:
 
 
 def check_member(member: Member) -> None:
-    """Compares a member with the recorded CRC-32.
-
-    Raises:
-        ValueError, OSError: The member is damaged, or the archive was replaced.
-    """
+    """Compares a member with the recorded CRC-32."""
     for _ in _read_parts(member):
         pass
 

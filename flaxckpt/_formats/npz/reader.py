@@ -30,12 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads the names, shapes and types of all arrays.
-
-    Raises:
-        DamagedCheckpointError: The archive is incomplete, or contradicts itself.
-        CheckpointFormatError: The archive has unsupported members; lists them.
-    """
+    """Reads the names, shapes and types of all arrays."""
     stamp = _storage.stamp(path)
     headers: dict[Member, NpyHeader] = {}
     faults: dict[str, str] = {}

@@ -75,13 +75,7 @@ _PLAIN_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
 
 
 class SafetensorsTensor(NamedTuple):
-    """An array in a file.
-
-    Attributes:
-        shape: In elements.
-        dtype: Our name of the element type.
-        offset: Offset of the first byte from the start of the file.
-    """
+    """An array in a file; `offset` is from the start of the file."""
 
     shape: Shape
     dtype: str
@@ -89,12 +83,7 @@ class SafetensorsTensor(NamedTuple):
 
 
 class SafetensorsHeader(NamedTuple):
-    """The header of a file.
-
-    Attributes:
-        tensors: Tensor name -> tensor, in the order of the file.
-        metadata: Free text of the writer.
-    """
+    """The header of a file: tensors in its order, and free text of the writer."""
 
     tensors: Mapping[str, SafetensorsTensor]
     metadata: Mapping[str, str]
@@ -113,11 +102,7 @@ class ShardIndex(NamedTuple):
 
 
 class NotReadError(ValueError):
-    """An intact file has tensors of unsupported types.
-
-    Attributes:
-        tensors: Tensor name -> element type in the file.
-    """
+    """An intact file has tensors of unsupported types: tensor name -> type."""
 
     def __init__(self, tensors: Mapping[str, str]) -> None:
         self.tensors = dict(tensors)
@@ -128,11 +113,7 @@ class NotReadError(ValueError):
 
 
 def parse_header(text: bytes, *, file_size: int) -> SafetensorsHeader:
-    """Parses the header of a file, and compares it with the size of the file.
-
-    Args:
-        text: The header, without the 8 bytes of its length.
-        file_size: Size of the whole file, in bytes.
+    """Parses the header of a file, without its length, and compares the file's size.
 
     Raises:
         NotReadError: Some tensors have known but unsupported types.
@@ -221,11 +202,7 @@ def _parse_tensor(
 
 
 def parse_index(text: bytes, suffix: str = SUFFIX) -> ShardIndex:
-    """Parses an index of files whose names end in `suffix`.
-
-    Raises:
-        ValueError: The index is malformed, or names files in other directories.
-    """
+    """Parses an index of files whose names end in `suffix`, all beside the index."""
     data = parse_object(text)
     files, metadata = data.get("weight_map"), data.get("metadata")
     metadata = {} if metadata is None else metadata
@@ -256,11 +233,7 @@ def _is_plain_name(name: str, suffix: str) -> bool:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object within limits.
-
-    Raises:
-        ValueError: The text is not a JSON object, too large or nested too deep.
-    """
+    """Parses a JSON object within limits; raises ValueError for anything else."""
     if not _OBJECT.match(text):
         raise ValueError("wanted a JSON object")
     _util.json_limits.check(text, max_containers=_MAX_CONTAINERS)
@@ -304,9 +277,7 @@ def make_header(
 ) -> bytes:
     """Returns the beginning of a file: the length of the header, and the header.
 
-    Args:
-        tensors: Name and leaf info of each tensor, in the order of the file.
-        metadata: Free text.
+    `tensors` are in the order of the file.
     """
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0

@@ -99,15 +99,8 @@ def describe_native(
 ) -> Described:
     """Returns the leaves of a checkpoint written by flaxckpt.
 
-    Args:
-        text: The text of `native_metadata`, not trusted.
-        tensors: The tensors in the files.
-        resolve: Finds the builder of a class.
-        unknown: Gets the names of classes unknown to `resolve`.
-
-    Raises:
-        LaterVersionError: The version is later than this flaxckpt's.
-        ValueError: The text is malformed, or does not fit the tensors.
+    `text` is that of `native_metadata`, not trusted; `unknown` gets the names of
+    classes unknown to `resolve`. Raises LaterVersionError or another ValueError.
     """
     try:
         data = header.parse_object(text.encode(errors="surrogatepass"))

@@ -29,11 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays.
-
-    Raises:
-        DamagedCheckpointError: A file is missing or malformed.
-    """
+    """Reads everything but arrays."""
     main = path = hub_cache.find_snapshot(path) or path
     if path.is_dir():
         file = safetensors_files.find_main_file(path)
@@ -136,12 +132,7 @@ def _leaf_table(
 
 
 def _read_header(path: Path) -> SafetensorsHeader:
-    """Reads the header of a file, after a check of its limits.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, malformed or truncated.
-        CheckpointFormatError: A Git LFS pointer, or tensors of unsupported types.
-    """
+    """Reads the header of a file, after a check of its limits."""
     try:
         text, size = _header_text(path)
         return safetensors_header.parse_header(text, file_size=size)

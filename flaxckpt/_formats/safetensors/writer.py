@@ -43,10 +43,6 @@ def make_layouts(
         max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
             of its own. None means a single file.
         name: The beginning of the files' names.
-
-    Raises:
-        LeafNameError: Tensor names collide or are not valid.
-        UnsupportedLeafError: safetensors lacks the types of some leaves.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
