@@ -32,27 +32,18 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
         keys = name.split("~")
         leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
         try:
-            _put(tree, keys, zarr2.find_array(root, name))
+            array = zarr2.find_array(root, name)
         except PermissionError:
             raise
         except (ValueError, OSError) as error:
             faults[leaf] = errors.one_line(error, 200)
+            continue
+        if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
+            faults[leaf] = "its name is not a leaf path"
+        elif conflict := leaves.put(tree, keys, array):
+            faults[leaf] = f"its name is {conflict}"
     if faults:
         raise plain.unreadable_error(root, faults)
     return leaves.make_stored(
         root, root, leaves.walk(tree), format_name="big_vision", step=step, stamp=stamp
     )
-
-
-def _put(tree: dict[str, Value], keys: list[str], value: Value) -> None:
-    """Adds a leaf to nested dicts; raises ValueError if its name does not fit in."""
-    if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
-        raise ValueError("its name is not a leaf path")
-    inner: Value = tree
-    for key in keys[:-1]:
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ValueError("another array has the name of a directory of it")
-    if keys[-1] in inner:
-        raise ValueError("other arrays have names below it")
-    inner[keys[-1]] = value

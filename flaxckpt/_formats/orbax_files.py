@@ -370,11 +370,7 @@ def parse_impls(data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def string_at(data: Mapping[str, Any], name: str) -> str:
-    """Returns the string of the leaf `name` from the content of `_strings.json`.
-
-    Raises:
-        KeyError: No such string exists.
-    """
+    """Returns the string of the leaf `name` in `_strings.json`, or raises KeyError."""
     value: Any = data
     for part in name.split("/"):
         if not isinstance(value, dict):

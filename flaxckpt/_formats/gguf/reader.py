@@ -54,18 +54,10 @@ def _read_header(path: Path) -> GgufHeader:
 
 
 def _leaf_table(path: Path, header: GgufHeader, stamp: _storage.Stamp) -> LeafTable:
-    parts = array_names.split(header.tensors, ".")
-    if parts is None:
-        _log.warning(
-            "the names of the tensors in %s are not split at dots: one name continues"
-            " another after a dot, or has too many dots",
-            path,
-        )
+    keys = array_names.split(header.tensors, ".", path)
     table: LeafTable = {}
     for name, tensor in header.tensors.items():
-        names = [name] if parts is None else parts[name]
-        keys = tuple([_state.tree.Key(part, "key") for part in names])
-        info = _leaf_info(keys, tensor)
+        info = _leaf_info(keys[name], tensor)
         table[info.path] = Leaf(info, (_stored_leaf(path, info, tensor, stamp),))
     return table
 

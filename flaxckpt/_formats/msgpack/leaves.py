@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import _arrays, _state, _storage, errors
@@ -12,6 +12,8 @@ from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath
 
+ELSEWHERE = "//GDAPlaceholder:"
+"""Prefix of a string that stands for an array of several processes."""
 _MAX_LEAVES = 5 * 10**5
 _MAX_PATH_BYTES = 256 * 2**20  # for all leaf paths together, which share outer keys
 
@@ -57,6 +59,20 @@ def _unwrap_named_tuple(value: Value) -> Value:
     if any(type(name) is not str for name in names) or len(set(names)) != len(names):
         return value
     return {name: values[str(i)] for i, name in enumerate(names)}
+
+
+def put(tree: dict[str, Value], keys: Sequence[str], value: Value) -> str | None:
+    """Adds a leaf to nested maps; returns a conflict with other leaves instead."""
+    inner: Value = tree
+    for key in keys[:-1]:
+        inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return "below the leaf of another"
+    if keys[-1] in inner:
+        is_leaf = not isinstance(inner[keys[-1]], dict)
+        return "for the second time" if is_leaf else "above the leaves of others"
+    inner[keys[-1]] = value
+    return None
 
 
 def make_stored(

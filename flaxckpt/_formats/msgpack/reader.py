@@ -18,9 +18,6 @@ from flaxckpt._formats.reader import Stored
 
 _log = logging.getLogger(__name__)
 
-_ELSEWHERE = "//GDAPlaceholder:"
-"""Prefix of a string that stands for an array of several processes."""
-
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
     """Reads everything but arrays.
@@ -38,7 +35,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     elsewhere = [
         _state.tree.join(keys)
         for keys, value in leaves.walk(tree)
-        if isinstance(value, str) and value.startswith(_ELSEWHERE)
+        if isinstance(value, str) and value.startswith(leaves.ELSEWHERE)
     ]
     if elsewhere or beside.exists():
         raise errors.CheckpointFormatError(
@@ -71,7 +68,11 @@ def _read_shards(path: Path, index_file: Path, step: int | None) -> Stored:
         stamps.append(_storage.stamp(shard))
         for keys, value in _flatten(_scan(shard)):
             found["/".join(keys)] = name
-            _put(tree, keys, value, index_file)
+            if not keys or leaves.put(tree, keys, value):
+                raise shards.mismatch_error(
+                    index_file,
+                    [f"{'/'.join(keys)[:80]}: wanted in one shard, found in several"],
+                )
     faults = [
         f"{leaf[:80]}: wanted in {name}, found {found.get(leaf, 'none')}"
         for leaf, name in wanted.items()
@@ -105,20 +106,3 @@ def _flatten(
             yield from _flatten(child, (*keys, key))
     else:
         yield keys, value
-
-
-def _put(
-    tree: dict[str, Value], keys: tuple[str, ...], value: Value, index_file: Path
-) -> None:
-    """Adds a leaf to nested maps; raises an error if another is in its place."""
-    inner: Value = tree
-    for key in keys[:-1]:
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            break
-    if not keys or not isinstance(inner, dict) or keys[-1] in inner:
-        raise shards.mismatch_error(
-            index_file,
-            [f"{'/'.join(keys)[:80]}: wanted in one shard, found in several"],
-        )
-    inner[keys[-1]] = value

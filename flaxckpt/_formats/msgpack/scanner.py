@@ -23,12 +23,12 @@ MAX_NODES = 2 * 10**6
 """The most values in a file, including values in containers."""
 
 _MAX_TEXT_BYTES = 64 * 2**20
-_MAX_KEY_BYTES = 4096
+MAX_KEY_BYTES = 4096
 _MAX_RANK = 32
-_PARTS = "__msgpack_chunked_array__"
+PARTS = "__msgpack_chunked_array__"
 
 # Extension types of Flax, of Orbax (tuples) and of msgpack itself (timestamps).
-NDARRAY, _COMPLEX, _NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
+NDARRAY, COMPLEX, NUMPY_SCALAR, _TUPLE, _TIMESTAMP = 1, 2, 3, 4, -1
 
 # First byte -> kind of value, and the struct format of the size or the number after it.
 _HEADS: dict[int, tuple[str, str]] = {
@@ -57,7 +57,7 @@ _HEADS: dict[int, tuple[str, str]] = {
     0xDF: ("map", ">I"),
 }
 _CONSTANTS: dict[int, bool | None] = {0xC0: None, 0xC2: False, 0xC3: True}
-_FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 
 class ByteRun(NamedTuple):
@@ -124,8 +124,8 @@ class Scanner:
             return "number", byte - 0x100
         if byte in _CONSTANTS:
             return "number", _CONSTANTS[byte]
-        if byte in _FIXED_EXT:
-            return "ext", _FIXED_EXT[byte]
+        if byte in FIXED_EXT:
+            return "ext", FIXED_EXT[byte]
         if byte not in _HEADS:
             raise self.fault(f"the byte {byte:#x}, which is not valid msgpack", back=1)
         kind, layout = _HEADS[byte]
@@ -157,7 +157,7 @@ class Scanner:
         kind, size = self.head()
         if or_integer and kind == "number" and type(size) is int:
             return str(size)
-        if kind == "str" and size > _MAX_KEY_BYTES:
+        if kind == "str" and size > MAX_KEY_BYTES:
             raise self.fault(f"a key of {size} bytes")
         key = self.text(kind, size)
         if not key:
@@ -212,7 +212,7 @@ class Scanner:
             if key in items:
                 raise self.fault(f"the key {key[:60]!r} for the second time")
             items[key] = self._value(depth + 1)
-        return self._join_parts(items) if _PARTS in items else items
+        return self._join_parts(items) if PARTS in items else items
 
     def _ext(self, size: int, depth: int) -> Value:
         code = self.value_type()
@@ -220,9 +220,9 @@ class Scanner:
         end = self._end
         self.enter(ByteRun(self.position, size))
         value: Value
-        if code in (NDARRAY, _NUMPY_SCALAR):
-            value = self._array(is_scalar=code == _NUMPY_SCALAR)
-        elif code == _COMPLEX:
+        if code in (NDARRAY, NUMPY_SCALAR):
+            value = self._array(is_scalar=code == NUMPY_SCALAR)
+        elif code == COMPLEX:
             value = self._complex()
         elif code == _TUPLE:
             self._deepen(depth)
@@ -281,7 +281,7 @@ class Scanner:
     def _join_parts(self, items: Mapping[str, Value]) -> Array:
         """Returns the array of a map with the parts of a large array."""
         parts = items.get("chunks")
-        if set(items) != {_PARTS, "shape", "chunks"} or not isinstance(parts, dict):
+        if set(items) != {PARTS, "shape", "chunks"} or not isinstance(parts, dict):
             raise self.fault("an array in parts, some of which are missing")
         shape = self._shape(items["shape"])
         if list(parts) != [str(i) for i in range(len(parts))] or not parts:

@@ -43,18 +43,9 @@ def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
     assert scan.position == end, (scan.position, end)
     if isinstance(value, dict | list | ByteRun):
         raise scan.fault("a record whose value is not a leaf", back=end - start)
-    inner = tree
-    for key in keys[:-1]:
-        inner = inner.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise scan.fault(
-                f"a record below the leaf of another: {_quote(keys)}", back=end - start
-            )
-    if keys[-1] in inner:
-        is_leaf = not isinstance(inner[keys[-1]], dict)
-        other = "for the second time" if is_leaf else "above the leaves of others"
-        raise scan.fault(f"the record {_quote(keys)} {other}", back=end - start)
-    inner[keys[-1]] = value
+    if conflict := leaves.put(tree, keys, value):
+        name = repr("/".join(keys)[:100])
+        raise scan.fault(f"the record {name} {conflict}", back=end - start)
 
 
 def _read_keys(scan: Scanner) -> list[str]:
@@ -64,7 +55,3 @@ def _read_keys(scan: Scanner) -> list[str]:
     if kind != "array" or not 0 < size <= _state.tree.MAX_DEPTH:
         raise scan.fault("a record without keys, or with too many")
     return [scan.key() for _ in range(size)]
-
-
-def _quote(keys: list[str]) -> str:
-    return repr("/".join(keys)[:100])

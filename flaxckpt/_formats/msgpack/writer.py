@@ -18,15 +18,13 @@ from typing import NamedTuple
 import msgpack
 
 from flaxckpt import _arrays, _state, errors
-from flaxckpt._formats import file_layout
+from flaxckpt._formats import file_layout, recognise
+from flaxckpt._formats.msgpack import leaves, scanner
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, Shape
 
 MAX_CHUNK_BYTES = 2**30
 """Larger arrays are written in pieces of this size; Flax's `MAX_CHUNK_SIZE`."""
-
-_NDARRAY, _COMPLEX, _NUMPY_SCALAR = 1, 2, 3
-"""Flax's extension types."""
 
 
 class Contents(NamedTuple):
@@ -58,11 +56,7 @@ def _parts(node: _state.tree.Node) -> list[tuple[str, _state.tree.Node | LeafPat
 # ---- checks -------------------------------------------------------------------------
 
 
-_MAX_KEY_BYTES = 4096
-_CHUNKED = "__msgpack_chunked_array__"
 _NAMED_TUPLE = {"name", "fields", "values"}
-_T5X = {"version", "optimizer"}
-_ELSEWHERE = "//GDAPlaceholder:"
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
@@ -79,7 +73,7 @@ def _check(contents: Contents) -> None:
         )
     names: dict[LeafPath, str] = {}
     keys = [key for key, _ in _parts(root)]
-    if set(keys) == _T5X or set(keys[:2]) == _T5X:
+    if set(keys) == recognise.T5X_KEYS or set(keys[:2]) == recognise.T5X_KEYS:
         names |= dict.fromkeys(
             _leaf_paths(root, ()),
             "is in a dict of 'version' and 'optimizer', like T5X's files",
@@ -118,8 +112,8 @@ def _check_names(
         faults |= dict.fromkeys(_leaf_paths(node, path), reason)
         return
     parts = dict(_parts(node))
-    if _CHUNKED in parts:
-        reason = f"is in a dict with the key {_CHUNKED!r}, like arrays in parts"
+    if scanner.PARTS in parts:
+        reason = f"is in a dict with the key {scanner.PARTS!r}, like arrays in parts"
         faults |= dict.fromkeys(_leaf_paths(node, path), reason)
     elif set(parts) == _NAMED_TUPLE and _is_named_tuple(contents, parts):
         reason = "is in a dict of 'name', 'fields' and 'values', like old named tuples"
@@ -145,15 +139,15 @@ def _fault_of_key(key: str) -> str | None:
         return "has an empty key"
     if _SURROGATES.search(key):
         return "is not valid Unicode"
-    if len(key.encode()) > _MAX_KEY_BYTES:
-        return f"has a key of more than {_MAX_KEY_BYTES} bytes"
+    if len(key.encode()) > scanner.MAX_KEY_BYTES:
+        return f"has a key of more than {scanner.MAX_KEY_BYTES} bytes"
     if "/" in key:
         return f"has a '/' in the key {key[:60]!r}"
     return f"has a NUL in the key {key[:60]!r}" if "\0" in key else None
 
 
 def _fault_of_text(text: str) -> str | None:
-    if text.startswith(_ELSEWHERE):
+    if text.startswith(leaves.ELSEWHERE):
         return "stands for an array in another file"
     return "is not valid Unicode" if _SURROGATES.search(text) else None
 
@@ -206,7 +200,7 @@ def _add_array(file: file_layout.FileLayout, info: LeafInfo) -> None:
     itemsize = _state.dtypes.item_size(dtype)
     elements = math.prod(shape)
     if info.python_type == "numpy.generic":
-        _add_elements(file, info, shape, 0, itemsize, _NUMPY_SCALAR)
+        _add_elements(file, info, shape, 0, itemsize, scanner.NUMPY_SCALAR)
         return
     if elements * itemsize <= MAX_CHUNK_BYTES:
         _add_elements(file, info, shape, 0, elements * itemsize)
@@ -227,7 +221,7 @@ def _add_array(file: file_layout.FileLayout, info: LeafInfo) -> None:
     _add_map(
         file,
         {
-            _CHUNKED: lambda: file.add(_pack(True)),
+            scanner.PARTS: lambda: file.add(_pack(True)),
             "shape": lambda: _add_map(file, sizes),
             "chunks": lambda: _add_map(file, parts),
         },
@@ -240,7 +234,7 @@ def _add_elements(
     shape: Shape,
     start: int,
     stop: int,
-    kind: int = _NDARRAY,
+    kind: int = scanner.NDARRAY,
 ) -> None:
     """Appends the bytes from `start` to `stop` of a leaf, as an array."""
     name = _state.numpy_dtypes.to_numpy(info.dtype or "").name
@@ -253,7 +247,7 @@ def _add_elements(
 def _pack(value: object) -> bytes:
     if isinstance(value, complex):
         parts = msgpack.packb((value.real, value.imag))
-        value = msgpack.ExtType(_COMPLEX, parts)
+        value = msgpack.ExtType(scanner.COMPLEX, parts)
     packed: bytes = msgpack.packb(value)
     return packed
 
@@ -266,7 +260,7 @@ def _bin_header(size: int) -> bytes:
     return struct.pack(">BI", 0xC6, size)
 
 
-_FIXED_EXT = {1: 0xD4, 2: 0xD5, 4: 0xD6, 8: 0xD7, 16: 0xD8}
+_FIXED_EXT = {size: head for head, size in scanner.FIXED_EXT.items()}
 
 
 def _ext_header(kind: int, size: int) -> bytes:

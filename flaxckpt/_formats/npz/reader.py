@@ -8,10 +8,9 @@ compressed array is expanded as a whole.
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from flaxckpt._formats.npz.members import Member, NpyHeader
 from flaxckpt._formats.reader import Stored
 from flaxckpt._types import Shape
 from flaxckpt._zarr.metadata import Array
-
-_log = logging.getLogger(__name__)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -58,7 +55,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     return leaves.make_stored(
         path,
         path,
-        leaves.walk(_nest(path, arrays)),
+        leaves.walk(_nest(array_names.split(arrays, "/", path), arrays)),
         format_name="npz",
         step=step,
         stamp=stamp,
@@ -86,26 +83,13 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
 
 
 def _nest(
-    path: Path, arrays: Mapping[str, plain.Opened]
-) -> dict[str, plain.Opened | dict[str, Any]]:
-    """Returns the arrays in nested dicts, by their names split at `/`.
-
-    Names stay whole if a name continues another name, or has too many parts.
-    """
-    split = array_names.split(arrays, "/")
-    if split is None:
-        _log.warning(
-            "the names of the arrays in %s are not split at slashes: one name continues"
-            " another after a slash, or has too many slashes",
-            path,
-        )
-        return dict(arrays)
+    keys: Mapping[str, Sequence[_state.tree.Key]], arrays: Mapping[str, plain.Opened]
+) -> dict[str, Any]:
+    """Returns the arrays in nested dicts."""
     tree: dict[str, Any] = {}
-    for name, (*outer, last) in split.items():
-        place = tree
-        for key in outer:
-            place = place.setdefault(key, {})
-        place[last] = arrays[name]
+    for name, array in arrays.items():
+        conflict = leaves.put(tree, [str(key.name) for key in keys[name]], array)
+        assert conflict is None, (name, conflict)
     return tree
 
 

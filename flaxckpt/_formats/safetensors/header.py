@@ -90,12 +90,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 class ShardIndex(NamedTuple):
-    """The index of a set of files.
-
-    Attributes:
-        files: Tensor name -> name of its file.
-        metadata: Free JSON of the writer.
-    """
+    """The index of a set of files: tensor name -> file name; JSON of the writer."""
 
     files: Mapping[str, str]
     metadata: Mapping[str, JSON]

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _arrays, _state, errors
@@ -50,38 +51,27 @@ class Described(NamedTuple):
 
 
 def describe_foreign(
-    tensors: Mapping[str, SafetensorsTensor], metadata: Mapping[str, JSON]
-) -> tuple[Described, bool]:
-    """Returns the leaves of another program's checkpoint, with names split at dots.
-
-    Returns:
-        The leaves, and True if names were split. Names stay whole if a name continues
-        another name, or is nested too deep.
-    """
-    split = array_names.split(tensors, ".")
-    infos, names = [], {}
-    for name, tensor in tensors.items():
-        parts = [name] if split is None else split[name]
-        keys = tuple([_state.tree.Key(part, "key") for part in parts])
-        path = _state.tree.join(keys)
-        infos.append(_foreign_info(path, keys, tensor))
-        names[path] = name
+    path: Path, tensors: Mapping[str, SafetensorsTensor], metadata: Mapping[str, JSON]
+) -> Described:
+    """Returns the leaves of another program's checkpoint, with names split at dots."""
+    keys = array_names.split(tensors, ".", path)
+    infos = [_foreign_info(keys[name], tensor) for name, tensor in tensors.items()]
+    names = {info.path: name for info, name in zip(infos, tensors, strict=True)}
     structure = _state.tree.plain_structure(
         (info.path, info.keys, None) for info in infos
     )
-    described = Described(
+    return Described(
         tuple(infos) or (EMPTY_STATE,), names, structure, {}, {}, dict(metadata)
     )
-    return described, split is not None
 
 
 def _foreign_info(
-    path: LeafPath, keys: tuple[_state.tree.Key, ...], tensor: SafetensorsTensor
+    keys: tuple[_state.tree.Key, ...], tensor: SafetensorsTensor
 ) -> LeafInfo:
     # By default, jax truncates elements of 64 bits to 32.
-    is_wide = tensor.dtype in ("int64", "uint64", "float64")
+    is_wide = _state.dtypes.is_wide(tensor.dtype)
     python_type = "numpy.ndarray" if is_wide else "jax.Array"
-    shape = tensor.shape
+    path, shape = _state.tree.join(keys), tensor.shape
     return LeafInfo(
         path, keys, "array", python_type, shape, tensor.dtype, None, _each(shape)
     )

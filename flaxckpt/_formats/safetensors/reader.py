@@ -93,14 +93,7 @@ def _describe(
             raise errors.CheckpointFormatError(f"{path}: {error}") from None
         except ValueError as error:
             raise shards.damaged_error(path, error) from None
-    described, is_split = safetensors_metadata.describe_foreign(tensors, metadata)
-    if not is_split:
-        _log.warning(
-            "the names of the tensors in %s are not split at dots: one name continues"
-            " another after a dot, or has too many dots",
-            path,
-        )
-    return described
+    return safetensors_metadata.describe_foreign(path, tensors, metadata)
 
 
 def _leaf_table(
