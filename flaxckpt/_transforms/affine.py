@@ -25,14 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Affine(TableTransform):
-    """Implements `offset` and `scale`.
-
-    Attributes:
-        verb: The function that makes the transform.
-        pattern: On whole leaf paths.
-        number: The number to add, or the factor.
-        nu: See `scale`.
-    """
+    """Implements `offset` and `scale`; `number` is the number to add, or the factor."""
 
     verb: Literal["offset", "scale"]
     pattern: re.Pattern[str]
@@ -62,11 +55,8 @@ class _Affine(TableTransform):
 class _Scaling(ValueMap):
     """Multiplies parameters by a factor, and their moments by a power of it.
 
-    Attributes:
-        of: The transform.
-        table: All leaves.
-        guessed: The moments that are of another power if the optimizer is Adamax.
-        left_out: The moments of an unknown power.
+    `guessed` are the moments of another power if the optimizer is Adamax; `left_out`
+    are those of an unknown power.
     """
 
     of: _Affine = dataclasses.field(kw_only=True)
@@ -185,11 +175,7 @@ def multiply_by(factor: float) -> ArrayFn:
 
 
 def _operand(x: jax.Array, number: float) -> jax.Array | float:
-    """Returns `number` for a computation with `x` that keeps the type of `x`.
-
-    Raises:
-        ValueError: The type cannot hold the result.
-    """
+    """Returns `number` for a computation with `x` that keeps the type of `x`."""
     if not jnp.issubdtype(x.dtype, jnp.number):
         raise ValueError("it does not hold numbers")
     if not jnp.issubdtype(x.dtype, jnp.integer):

@@ -29,14 +29,7 @@ _TOKEN = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Form(AxisMap):
-    """A rearrangement of axes, such as `(h d) e -> e h d`.
-
-    Attributes:
-        text: The form in the notation of einops.
-        sizes: Sizes of named axes.
-        old: The axes of the array.
-        new: The axes of the result.
-    """
+    """A rearrangement of axes, such as `(h d) e -> e h d`, with sizes of named axes."""
 
     text: str
     sizes: Mapping[str, int] = dataclasses.field(hash=False)
@@ -52,12 +45,7 @@ class Form(AxisMap):
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Form:
         """Returns the form that `text` describes.
 
-        Args:
-            text: The old axes, an arrow, and the new axes.
-            sizes: Sizes of named axes; names that the form lacks are an error.
-
-        Raises:
-            OptionError: `text` is not in einops notation, or a size is wrong.
+        Sizes of names that it lacks are an error.
         """
         sides = text.split("->")
         if len(sides) != 2:
@@ -84,11 +72,7 @@ class Form(AxisMap):
         return cls(" -> ".join(side.strip() for side in sides), checked, old, new)
 
     def check(self) -> None:
-        """Checks that the sizes of all axes follow from the shape of an array.
-
-        Raises:
-            OptionError: Two axes that make up one axis have no size.
-        """
+        """Raises OptionError unless the sizes of all axes follow from a shape."""
         for axis in self.old:
             lacking = [name for name in axis if name not in self.sizes]
             if len(lacking) > 1:
@@ -178,13 +162,8 @@ def solve_sizes(
 ) -> dict[str, int]:
     """Returns the sizes of all names in the axes of an array.
 
-    Args:
-        axes: The axes, perhaps with an ellipsis.
-        shape: The shape of the array.
-        known: Name -> its size. At most one name of an axis may be unknown.
-
-    Raises:
-        ValueError: The shape does not have these axes, or sizes do not agree.
+    At most one name of an axis may be unknown. Raises ValueError if the shape does not
+    have these axes, or sizes do not agree.
     """
     rest = len(shape) - len(axes)
     if ELLIPSIS in axes and rest >= -1:

@@ -22,28 +22,20 @@ class AxisMap(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, *values: jax.Array) -> jax.Array:
-        """Returns the new value.
-
-        Raises:
-            ValueError: The values have other axes or sizes.
-        """
+        """Returns the new value; raises ValueError for other axes or sizes."""
 
     @abc.abstractmethod
     def origins(self, ndim: int) -> Origins | None:
         """Returns the old axes in their new order; None if axes are split or joined.
 
-        Args:
-            ndim: Number of axes of the parameters.
+        `ndim` is the number of axes of the parameters.
         """
 
     def on(self, axes: Origins, ndim: int) -> AxisMap:
         """Returns the same function for arrays with some axes of the parameters.
 
+        `axes` are the axes of these arrays; axes of their own come first, and stay.
         This one is for functions that only change the order of axes.
-
-        Args:
-            axes: The axes of these arrays. Axes of their own come first, and stay.
-            ndim: Number of axes of the parameters.
         """
         order = (None, *(self.origins(ndim) or ()))
         return Transposed(tuple(axes.index(axis) for axis in order if axis in axes))
@@ -51,11 +43,7 @@ class AxisMap(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(AxisMap):
-    """Changes the order of axes.
-
-    Attributes:
-        order: For each new axis the old axis; None to reverse them.
-    """
+    """Changes the order of axes: for each new axis the old axis, or None to reverse."""
 
     order: tuple[int, ...] | None
 
@@ -106,12 +94,7 @@ class Taken(AxisMap):
 
 @dataclasses.dataclass(frozen=True)
 class Permuted(AxisMap):
-    """Puts the entries along an axis in another order.
-
-    Attributes:
-        order: For each new entry, the number of the old entry.
-        axis: The axis.
-    """
+    """Puts the entries along an axis in another order: new entry -> old entry."""
 
     order: tuple[int, ...]
     axis: int
@@ -137,21 +120,13 @@ class Permuted(AxisMap):
 
 
 def check_axis(x: jax.Array, axis: int) -> None:
-    """Checks that an array has an axis.
-
-    Raises:
-        ValueError: It does not.
-    """
+    """Raises ValueError if an array lacks an axis."""
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"it has no axis {axis}")
 
 
 def check_types(values: Sequence[jax.Array]) -> None:
-    """Checks that the parts of a leaf have one type.
-
-    Raises:
-        ValueError: They have several.
-    """
+    """Raises ValueError if the parts of a leaf have several types."""
     types = sorted({str(value.dtype) for value in values})
     if len(types) > 1:
         raise ValueError(

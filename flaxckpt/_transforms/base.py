@@ -39,17 +39,12 @@ class TableTransform(abc.ABC):
     def on_restore(self) -> Transform | None:
         """Returns the inverse for restoring a run's own saves; None if not needed.
 
-        Raises:
-            OptionError: The transform has no inverse.
+        Raises OptionError if the transform has no inverse.
         """
         return self.inverse()
 
     def inverse(self) -> Transform:
-        """Returns the inverse transform.
-
-        Raises:
-            OptionError: The transform has no inverse.
-        """
+        """Returns the inverse transform; raises OptionError if there is none."""
         raise errors.OptionError(f"{self} cannot be inverted: it loses information")
 
 
@@ -58,13 +53,7 @@ def apply(
     table: LeafTable,
     wanted: LeafTable | None = None,
 ) -> LeafTable:
-    """Applies `transforms` to a table, in order.
-
-    Args:
-        transforms: The transforms.
-        table: Of a state, or of a checkpoint.
-        wanted: On restore, the table of the state to fill.
-    """
+    """Applies `transforms` to a table in order; on restore, to fill `wanted`."""
     for transform in transforms:
         new_table = _with_containers(_apply_one(transform, table, wanted))
         table = _with_name(transform, new_table, table)
@@ -125,11 +114,7 @@ def _is_table(value: object) -> bool:
 def check(
     transforms: Iterable[Transform], option: str = "transforms"
 ) -> tuple[Transform, ...]:
-    """Returns the argument `option` of a user as a tuple.
-
-    Raises:
-        OptionError: `transforms` is not a list of transforms.
-    """
+    """Returns the argument `option` of a user as a tuple of transforms, checked."""
     if callable(transforms) or not _util.arguments.is_list(transforms):
         raise errors.OptionError(
             f"{option} must be a list of transforms, got {_shown(transforms)}:"
@@ -162,8 +147,7 @@ def _shown(transform: object) -> str:
 def _with_containers(table: LeafTable) -> LeafTable:
     """Returns the table without the empty containers that now have leaves.
 
-    Raises:
-        OptionError: A leaf has the path of a container.
+    Raises OptionError if a leaf has the path of a container.
     """
     containers = {
         beginning for path in table for beginning in _state.tree.prefixes(path)
@@ -183,10 +167,7 @@ def _with_containers(table: LeafTable) -> LeafTable:
 
 
 def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | None:
-    """Returns the inverses for a run that restores its own saves.
-
-    None if a transform has no inverse.
-    """
+    """Returns the inverses for a run that restores its own saves, or None."""
     try:
         return undo(transforms, on_restore=True)
     except errors.OptionError:
@@ -196,12 +177,8 @@ def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | Non
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
     """Lists the leaves that a run cannot restore from its own saves.
 
-    Args:
-        transforms: Of the run. If one has no inverse, none is undone at a restore.
-        table: Of its state, with roles.
-
-    Raises:
-        OptionError: The inverses cannot be applied to the transformed `table`.
+    `table` is that of its state, with roles. If a transform has no inverse, none is
+    undone at a restore.
     """
     undo = invert_for_restore(transforms)
     before = _trace(table)
@@ -227,11 +204,8 @@ def changed_in_place(
 ) -> list[LeafPath]:
     """Lists the leaves with changed values but unchanged paths and shapes.
 
-    Such leaves do not show if the transforms were applied or undone.
-
-    Args:
-        transforms: The transforms; transforms that do not apply to `table` are skipped.
-        table: Of a state, or of a part of a state.
+    Such leaves do not show if the transforms were applied or undone. Transforms that do
+    not apply to `table` are skipped.
     """
     before = _trace(table)
     return [
@@ -285,11 +259,7 @@ def call(name: str, *args: Any, **options: Any) -> str:
 def matches(
     pattern: re.Pattern[str], table: Iterable[LeafPath]
 ) -> dict[LeafPath, re.Match[str]]:
-    """Returns the leaf paths that `pattern` matches as a whole.
-
-    Raises:
-        OptionError: No path matches.
-    """
+    """Returns the leaf paths that `pattern` matches as a whole, at least one."""
     paths = list(table)
     matching = {path: m for path in paths if (m := pattern.fullmatch(path))}
     if not matching:
@@ -302,8 +272,7 @@ def match_arrays(
 ) -> dict[LeafPath, re.Match[str]]:
     """Returns the matching leaves with values, without empty containers.
 
-    Raises:
-        OptionError: No path matches, or a leaf is a string.
+    Raises OptionError if no path matches, or a leaf is a string.
     """
     chosen = {
         path: match
@@ -323,12 +292,9 @@ def match_arrays(
 
 
 class NewLeaf(NamedTuple):
-    """A leaf of the new table.
+    """A leaf of the new table, at the position of the old leaf `at`.
 
-    Attributes:
-        at: Old leaf that gives the position in the table.
-        path: The new path.
-        leaf: The leaf; its info may still have the old path.
+    The info of `leaf` may still have the old path.
     """
 
     at: LeafPath
@@ -341,13 +307,8 @@ def assemble(
 ) -> LeafTable:
     """Returns the table without the leaves in `gone`, and with the leaves in `rows`.
 
-    Args:
-        table: Old table.
-        gone: Old leaves to remove.
-        rows: Old leaf -> the new leaves in its place.
-
-    Raises:
-        OptionError: Two leaves get the same path, or paths are invalid.
+    `rows` are the new leaves in the place of an old leaf. Raises OptionError if two
+    leaves get the same path, or paths are invalid.
     """
     made = itertools.chain.from_iterable(rows.values())
     check_paths(row.path for row in made if row.path != row.leaf.info.path)
@@ -413,11 +374,7 @@ def _moved_optimizer(
 
 
 def check_paths(paths: Iterable[LeafPath]) -> None:
-    """Raises an error if new leaf paths are invalid.
-
-    Raises:
-        OptionError: Names all invalid paths.
-    """
+    """Raises OptionError if new leaf paths are invalid; names all."""
     invalid = [repr(path) for path in paths if not _is_leaf_path(path)]
     if invalid:
         raise errors.OptionError(

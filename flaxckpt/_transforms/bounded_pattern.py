@@ -37,10 +37,9 @@ class Matcher:
     def matches(self, pattern: str, text: str) -> bool:
         """Returns True if a pattern matches the beginning of a text, as `re.match`.
 
-        Raises:
-            ValueError: The pattern is no regular expression, is too long, takes too
-                many steps, or has syntax other than groups, alternatives, repetitions,
-                classes, edges and lookaheads.
+        Raises ValueError if it is no regular expression, is too long, takes too many
+        steps, or has syntax other than groups, alternatives, repetitions, classes,
+        edges and lookaheads.
         """
         if len(pattern) > _MOST_CHARS:
             raise ValueError(f"it has more than {_MOST_CHARS} characters")
@@ -51,11 +50,7 @@ class Matcher:
         return bool(_Parser(pattern, text, self._count).parse()(0))
 
     def matches_end(self, pattern: str, name: str) -> bool:
-        """Returns True if a pattern matches the last parts of a dotted name.
-
-        Raises:
-            ValueError: As for `matches`.
-        """
+        """Returns True if a pattern matches the last parts of a dotted name."""
         if _PLAIN.fullmatch(pattern):  # takes no steps
             return bool(re.search(rf"(?:^|\.)(?:{pattern})$", name))
         return self.matches(rf"(.*\.)?({pattern})$", name)

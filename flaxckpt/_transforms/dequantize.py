@@ -45,12 +45,7 @@ _TILE = 16
 
 
 class _Pair(NamedTuple):
-    """A quantized weight.
-
-    Attributes:
-        scale: The leaf of its scales.
-        blocks: The size of the blocks of each axis.
-    """
+    """The path of a weight's scales, and the size of the blocks of each axis."""
 
     scale: LeafPath
     blocks: Shape
@@ -86,11 +81,7 @@ class _Dequantize(TableTransform):
         return new
 
     def _find(self, table: LeafTable) -> dict[LeafPath, _Pair]:
-        """Returns the quantized weights.
-
-        Raises:
-            OptionError: There are none, or scales are missing or do not fit; lists all.
-        """
+        """Returns the quantized weights; raises an error with all that do not fit."""
         pairs: dict[LeafPath, _Pair] = {}
         faults: dict[LeafPath, str] = {}
         matches = base.matches(self.pattern, table)
@@ -140,11 +131,7 @@ class _Dequantize(TableTransform):
         return [f"{path}{end}" for end in _SCALES]
 
     def _blocks(self, leaf: Leaf, scale: Leaf) -> Shape:
-        """Returns the size of the blocks that share a scale, on each axis.
-
-        Raises:
-            ValueError: The scales do not fit the weight.
-        """
+        """Returns the size of the blocks that share a scale, on each axis."""
         shape, scales = leaf.info.shape, scale.info.shape
         kind = _state.dtypes.kind(scale.info.dtype or "")
         fault = f"{scale.info.path} is {scale.info}, which does not fit"
@@ -254,12 +241,7 @@ def _is_scale(path: LeafPath, table: LeafTable) -> bool:
 
 
 def _bounds(size: int, count: int) -> tuple[int, int] | None:
-    """Returns the least and the largest size of `count` blocks; None if none fits.
-
-    Args:
-        size: Of the axis.
-        count: At least 2, if any size fits.
-    """
+    """Returns the least and the largest size of `count` blocks; None if none fits."""
     if not 1 < count < size:
         return None
     least, most = -(-size // count), (size - 1) // (count - 1)
@@ -267,15 +249,10 @@ def _bounds(size: int, count: int) -> tuple[int, int] | None:
 
 
 def _find_block(axes: Sequence[tuple[int, int]]) -> int:
-    """Returns the size of square blocks.
+    """Returns the size of square blocks, from sizes and numbers of blocks of axes.
 
-    Powers of two, and sizes that divide an axis evenly, come before all others.
-
-    Args:
-        axes: Of the axes that are cut, the size and the number of blocks.
-
-    Raises:
-        ValueError: There are no such blocks, or the shapes do not say which.
+    Powers of two, and sizes that divide an axis evenly, come before all others. Raises
+    ValueError if there are no such blocks, or the shapes do not say which.
     """
     bounds = [fitting for axis in axes if (fitting := _bounds(*axis))]
     least, most = max(low for low, _ in bounds), min(high for _, high in bounds)

@@ -17,11 +17,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Export(TableTransform):
-    """Inverts a map, and leaves out all leaves that are no parameters.
-
-    Attributes:
-        map: Transforms from the published model to the parameters.
-    """
+    """Inverts a map from a published model, and leaves out all that is no parameter."""
 
     map: tuple[Transform, ...]
 

@@ -31,9 +31,7 @@ _SM3 = ("ScaleBySM3State", "mu")
 class MirrorSource(NamedTuple):
     """The source of a mirror after a change of its parameter's axes.
 
-    Attributes:
-        leaf: A mirror of the old parameter.
-        axes: The axes of the old parameter that `leaf` has; None for its own first.
+    `axes` are those of the old parameter that `leaf` has; None for its own first.
     """
 
     leaf: Leaf
@@ -41,14 +39,9 @@ class MirrorSource(NamedTuple):
 
 
 def has_no_axes(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Returns True for a mirror without axes of its parameter.
+    """Returns True for a mirror without axes of its parameter, of this shape.
 
     Norms have none, nor do leaves of Adafactor that are unused for their parameter.
-
-    Args:
-        info: Of the mirror.
-        shape: Of the parameter.
-        table: All leaves.
     """
     return not info.shape or _is_placeholder(info, shape, table)
 
@@ -60,7 +53,7 @@ def source(
     new_shape: Sequence[int],
     table: LeafTable,
 ) -> MirrorSource | None:
-    """Returns the source of a mirror after a change of its parameter's axes.
+    """Returns the source of a mirror after a change of its parameter's axes, or None.
 
     Args:
         mirror: The mirror before, of another shape than its parameter.
@@ -69,9 +62,6 @@ def source(
             None for a new axis.
         new_shape: Of the new parameter.
         table: All leaves.
-
-    Returns:
-        None if the mirror cannot follow.
     """
     info, role = mirror.info, mirror.info.role
     taken = [axis for axis in range(len(shape)) if axis not in origins]
@@ -123,13 +113,7 @@ def _maxima_of_axis(
 ) -> MirrorSource | None:
     """Returns the maxima of SM3 for a place after a change of the order of axes.
 
-    Args:
-        info: Of the maxima at the place before.
-        order: The parameter's axes in their new order.
-        table: All leaves.
-
-    Returns:
-        None if the leaf is not from SM3.
+    `info` is of the maxima at the place before. None if the leaf is not from SM3.
     """
     if info.role is None or (info.role.state_class, info.role.field) != _SM3:
         return None
@@ -143,13 +127,7 @@ def _maxima_of_axis(
 
 
 def _is_placeholder(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Returns True for a leaf of Adafactor that is unused for its parameter.
-
-    Args:
-        info: Of the leaf.
-        shape: Of the parameter.
-        table: All leaves.
-    """
+    """Returns True for a leaf of Adafactor that is unused for its parameter."""
     role = info.role
     if role is None or role.state_class != _CLASS:
         return False

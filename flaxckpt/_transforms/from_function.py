@@ -230,12 +230,10 @@ def _assemble(
     shape: Sequence[tuple[LeafPath, _Constant | None]],
     part_of: _LeafParts,
 ) -> LeafTable:
-    """Returns the table for the result of a function.
+    """Returns the table for the result of a function of `table`.
 
-    Args:
-        table: The function's argument.
-        shape: Path of each leaf of the result, and the leaf if not computed.
-        part_of: Returns a computed leaf by its number.
+    `shape` has the path of each leaf of the result, and the leaf if not computed;
+    `part_of` returns a computed leaf by its number.
     """
     base.check_paths(path for path, _ in shape if path not in table)
     numbers = itertools.count()
@@ -253,15 +251,7 @@ def _assemble(
 
 
 class _LeafParts:
-    """The results of a traced function, as leaves with only the needed sources.
-
-    Args:
-        closed: The function, traced.
-        traced: Its arguments.
-        is_wide: True if traced with 64 bits.
-        runs: Compiled functions by their source.
-        derive: Makes computed leaves.
-    """
+    """The results of a traced function, as leaves with only the needed sources."""
 
     def __init__(
         self,

@@ -24,14 +24,8 @@ def parse(
 ) -> list[Transform]:
     r"""Returns transforms in the order of the arguments.
 
-    Args:
-        only: Patterns of the leaves to keep, together.
-        drop: Patterns of the leaves to drop, one after another.
-        rename: `PATTERN=NAME`, such as `a/(.*)=b/\1`.
-        cast: `PATTERN=DTYPE`, such as `.*=bfloat16`.
-
-    Raises:
-        OptionError: A text has no `=`, or its transform refuses it.
+    `only` are patterns of the leaves to keep together; `rename` and `cast` have the
+    forms `a/(.*)=b/\1` and `.*=bfloat16`.
     """
     transforms: list[Transform] = []
     if kept := [f"(?:{pattern})" for pattern in only]:

@@ -38,12 +38,7 @@ class NameIndex(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class IndexedName:
-    """A leaf path with indices.
-
-    Attributes:
-        text: The name as written.
-        parts: Its plain text and indices, in order.
-    """
+    """A leaf path with indices: plain text and indices, in order."""
 
     text: str
     parts: tuple[str | NameIndex, ...]
@@ -80,9 +75,7 @@ class IndexedName:
     def match(self, path: LeafPath, sizes: Mapping[str, int]) -> Values | None:
         """Returns the values of the indices in a path; None if the path is another.
 
-        Args:
-            path: A leaf path.
-            sizes: The known sizes of indices: a larger value does not match.
+        A value beyond the known `sizes` does not match.
         """
         if not path.startswith(self.beginning):
             return None
@@ -127,11 +120,7 @@ def _pattern_of(part: str | NameIndex) -> str:
 
 
 def parse_name(text: str) -> IndexedName:
-    """Parses a name with indices.
-
-    Raises:
-        OptionError: An index is written in another way.
-    """
+    """Parses a name with indices."""
     if not text:
         raise errors.OptionError("a name must be a leaf path, got an empty str")
     parts: list[str | NameIndex] = []

@@ -38,14 +38,13 @@ def _join(
 ) -> list[LeafRow]:
     """Returns the row of each new leaf.
 
+    Raises OptionError if parts are missing, or two parts have one number; lists all.
+
     Args:
         parts: For each part the path of the new leaf, its number and its own path.
         numbers: Returns the required numbers of the parts of a new leaf.
         fn: Maps the values of the parts, in order, to the new value.
         what: The transform, for messages.
-
-    Raises:
-        OptionError: Parts are missing, or two parts have one number; lists all.
     """
     wholes: dict[LeafPath, dict[int, LeafPath]] = {}
     faults = []
@@ -109,13 +108,7 @@ def fuse(
 def _fuse(
     parts: Sequence[tuple[str, str]], axis: int, sizes: tuple[int, ...] | None
 ) -> TableTransform:
-    """Returns `fuse` for parts of which each has its own replacement.
-
-    Args:
-        parts: For each part its pattern and the path of the whole.
-        axis: See `fuse`.
-        sizes: See `fuse`.
-    """
+    """Returns `fuse` for parts of which each has its own path of the whole."""
     compiled = [(compile_pattern(pattern), whole) for pattern, whole in parts]
     patterns, wholes = map(list, zip(*parts, strict=True))
     shown = wholes[0] if len({*wholes}) == 1 else wholes
@@ -224,14 +217,7 @@ def split(
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Cuts a part out of a leaf; see `split`.
-
-    Attributes:
-        number: The number of the part.
-        count: The number of all parts.
-        axis: See `split`.
-        sizes: See `split`.
-    """
+    """Cuts the part `number` of `count` parts out of a leaf; see `split`."""
 
     number: int
     count: int
@@ -258,13 +244,7 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """The numbers of the parts that `stack` and `unstack` work on.
-
-    Attributes:
-        start: The first number.
-        stride: The difference of two numbers.
-        stop: The numbers are less than this; None for no bound.
-    """
+    """The numbers of the parts that `stack` and `unstack` work on; None is no bound."""
 
     start: int = 0
     stride: int = 1
@@ -272,11 +252,7 @@ class _Numbers:
 
     @classmethod
     def check(cls, start: int, stride: int, stop: int | None) -> _Numbers:
-        """Returns the numbers for arguments of a user.
-
-        Raises:
-            OptionError: An argument is not a whole number, or there are no numbers.
-        """
+        """Returns the numbers for arguments of a user."""
         start = _util.arguments.check_int("start", start, least=0)
         stride = _util.arguments.check_int("stride", stride, least=1)
         if stop is not None:

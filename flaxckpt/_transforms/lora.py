@@ -67,12 +67,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 class _Adapter(NamedTuple):
     """A pair of leaves that update a base leaf.
 
-    Attributes:
-        kind: The names and shapes.
-        module: Path of the adapted module in the model.
-        base: The leaf to update.
-        a: The leaf with the input axes.
-        b: The leaf with the output axes.
+    `module` is the path of the adapted module in the model; `a` has the input axes, and
+    `b` the output axes.
     """
 
     kind: _Kind
@@ -141,8 +137,7 @@ class _MergeLora(TableTransform):
     ) -> Callable[..., jax.Array]:
         """Returns the function from a base leaf and its adapter to the updated leaf.
 
-        Raises:
-            ValueError: The adapter does not fit, or its scale is unknown.
+        Raises ValueError if the adapter does not fit, or its scale is unknown.
         """
         infos = [table[path].info for path in adapter[-3:]]
         if any(_state.dtypes.kind(info.dtype or "") != "float" for info in infos):
@@ -164,11 +159,7 @@ class _MergeLora(TableTransform):
         config: Mapping[str, Any],
         matcher: bounded_pattern.Matcher,
     ) -> float:
-        """Returns the factor of an update.
-
-        Raises:
-            ValueError: It is unknown, or the rank differs from the wanted rank.
-        """
+        """Returns the factor of an update; raises ValueError if it is unknown."""
         module = adapter.module.replace("/", ".")
 
         def find(patterns: str, default: str) -> Any:
@@ -249,11 +240,7 @@ def merge_lora(
 
 
 def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
-    """Finds the adapters in a table.
-
-    Raises:
-        OptionError: There are none, or a leaf of a pair or its base is missing.
-    """
+    """Finds the adapters in a table; raises OptionError if there are none."""
     paths = [p for p, leaf in outside(table).items() if leaf.info.kind == "array"]
     below = count_below(paths)
     adapters = []
@@ -311,12 +298,8 @@ def possible_bases(
 
     A module of NNX has the weight itself, is around a module with it (`nnx.LoRA`), or
     is in the module with it (`nnx.LoRALinear`), under any name. The last of these has
-    no other leaves than the adapter.
-
-    Args:
-        kind: The kind of the adapter.
-        stem: The path of its module; of Qwix, of its weight.
-        below: The numbers of leaves in containers.
+    no other leaves than the adapter: `below` has the numbers of leaves in containers.
+    `stem` is the path of the module; of Qwix, of the weight.
     """
     if kind == "qwix":
         return [stem]
@@ -352,12 +335,7 @@ def _typed(leaf: Leaf, table: LeafTable, path: LeafPath) -> Leaf:
 
 
 def _read_config(source: str) -> Mapping[str, Any]:
-    """Returns the configuration of an adapter.
-
-    Raises:
-        CheckpointFormatError: It is missing, or not JSON.
-        OptionError: It asks for updates of another kind.
-    """
+    """Returns the configuration of an adapter; raises an error for other updates."""
     path = _storage.paths.from_text(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     file = directory / "adapter_config.json"
@@ -397,11 +375,7 @@ def _read_config(source: str) -> Mapping[str, Any]:
 
 
 def _check_numbers(config: Mapping[str, Any], file: object) -> None:
-    """Checks the numbers of a configuration.
-
-    Raises:
-        OptionError: A number is missing or of another type.
-    """
+    """Raises OptionError unless the numbers of a configuration are numbers."""
     for name, of_modules in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         patterns = config.get(of_modules) or {}
         values = patterns.values() if isinstance(patterns, dict) else [patterns]
@@ -442,15 +416,8 @@ def _delta_fn(
 ) -> tuple[int, _DeltaFn]:
     """Returns the rank, and the function from an adapter to the product of its parts.
 
-    Args:
-        kind: The kind of the adapter.
-        shape: Of the base leaf.
-        a: The shape of the first part.
-        b: The shape of the second part.
-        is_turned: True if PEFT's base leaf has its input axis first.
-
-    Raises:
-        ValueError: The product does not have the shape of the base leaf.
+    `shape` is that of the base leaf, whose input axis comes first if `is_turned`.
+    Raises ValueError if the product does not have this shape.
     """
     if kind in ("nnx", "qwix"):
         return a[-1] if a else 0, _flax_delta_fn(shape, a, b)

@@ -71,20 +71,18 @@ transform, as in `rmsprop`, they hold updates, and nothing in their roles says s
 
 
 def held(leaf: Leaf) -> int | Literal["copy"] | None:
-    """Returns the power of the gradient that a mirror holds, or "copy".
+    """Returns the power of the gradient that a mirror holds, or "copy" of a parameter.
 
-    None if its role does not say so. A copy is of the parameter itself.
+    None if its role does not say so.
     """
     role = leaf.info.role
     return None if role is None else _HELD.get(role.state_class, {}).get(role.field)
 
 
 class Slot(NamedTuple):
-    """The place of the mirrors of parameters: between a head and a tail.
+    """The place of mirrors, before and after the parameter's name: `opt_state/0/mu`.
 
-    Attributes:
-        head: The path before the parameter's name, `opt_state/0/mu`.
-        tail: The path after the name: Adafactor's `v_row` in T5X, usually empty.
+    The tail is Adafactor's `v_row` in T5X, and usually empty.
     """
 
     head: str
@@ -96,13 +94,7 @@ class Slot(NamedTuple):
 
 
 class Mirror(NamedTuple):
-    """A leaf that mirrors a parameter.
-
-    Attributes:
-        param: The parameter's leaf path.
-        name: The path below the root of all parameters.
-        slot: The slot of the mirror.
-    """
+    """A leaf that mirrors a parameter; `name` is the path below the root of all."""
 
     param: LeafPath
     name: LeafPath
@@ -116,10 +108,8 @@ class Mirror(NamedTuple):
     def renamed(self, param: LeafPath, *, has_root: bool) -> LeafPath:
         """Returns the new name if the parameter moves to the path `param`.
 
-        Args:
-            param: The new path.
-            has_root: False if the first key of the path is no root, because other
-                parameters that move with this one have another first key.
+        `has_root` is False if the first key of the path is no root, because other
+        parameters that move with this one have another first key.
         """
         if param.startswith(self.root):
             return param.removeprefix(self.root)
@@ -143,10 +133,7 @@ class Mirrors:
 
 
 def _below_root(path: LeafPath, *, has_root: bool) -> LeafPath:
-    """Returns the part of a path below `params`, or else below the first key.
-
-    Without a root, the whole path.
-    """
+    """Returns the part of a path below `params` or, if a root, the first key."""
     parts = path.split("/")
     for i, part in enumerate(parts[:_DEEPEST_ROOT]):
         if part in _ROOTS and i + 1 < len(parts):
@@ -331,10 +318,8 @@ class _Roots:
     ) -> list[str]:
         """Returns the best roots for a slot; several if equally good.
 
-        Args:
-            slot: The slot.
-            members: Names of its leaves -> their paths.
-            strict: True if every name must exist, not only most names.
+        `members` are the names of its leaves -> their paths; all must exist if
+        `strict`.
         """
         first = self._first(members)
         for beginning in _state.tree.prefixes(f"{slot.head}/x"):

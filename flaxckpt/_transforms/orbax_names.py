@@ -108,10 +108,7 @@ def _rename(
 ) -> LeafTable:
     """Returns the table with the fields of boxes added to leaf paths, or removed.
 
-    Args:
-        table: The old table.
-        keys: Leaf path -> keys including the fields, of the leaves to rename.
-        adds: True to add the fields, False to remove them.
+    `keys` are those of the leaves to rename, including the fields.
     """
     rows = {}
     for path, named in keys.items():
@@ -145,13 +142,9 @@ def _renamed_role(role: Role, path: LeafPath, named: _Keys, *, adds: bool) -> Ro
 def _translate(
     part: LeafPath, named: _Keys, *, adds: bool, is_reversed: bool = False
 ) -> LeafPath:
-    """Returns the new name of a part of a leaf path.
+    """Returns the new name of the start, or reversed the end, of a leaf path.
 
-    Args:
-        part: The start of a path; or the end, if `is_reversed`.
-        named: The keys of the whole path, from the side of the part.
-        adds: True to add the fields of boxes, False to remove them.
-        is_reversed: True if the keys start with the last.
+    `named` are the keys of the whole path, from the side of the part.
     """
     n_left = part.count("/") + 1 if part else 0
     keys = []

@@ -23,11 +23,7 @@ def _shown(value: object) -> str:
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern on whole leaf paths.
-
-    Raises:
-        OptionError: `pattern` is not a valid regular expression.
-    """
+    """Compiles a pattern on whole leaf paths."""
     if not isinstance(pattern, str):
         raise errors.OptionError(
             f"a pattern must be a regular expression as a str, got {_shown(pattern)}"
@@ -41,11 +37,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def check_replacement(pattern: str, replacement: str) -> str:
-    """Returns `replacement` if valid.
-
-    Raises:
-        OptionError: `replacement` is not a str.
-    """
+    """Returns `replacement` if it is a str, or raises OptionError."""
     if not isinstance(replacement, str):
         raise errors.OptionError(
             f"the replacement of {pattern!r} must be a path as a str, got"
@@ -55,11 +47,7 @@ def check_replacement(pattern: str, replacement: str) -> str:
 
 
 def expand(match: re.Match[str], replacement: str) -> LeafPath:
-    """Returns `replacement` with the groups of a match.
-
-    Raises:
-        OptionError: It refers to a group that the pattern does not have.
-    """
+    """Returns `replacement` with the groups of a match, or raises OptionError."""
     try:
         return match.expand(replacement)
     except (re.error, IndexError) as error:
@@ -95,12 +83,7 @@ def _plain(pattern: str) -> str:
 
 
 class _Group(NamedTuple):
-    """A group of a pattern, or a reference to a group in a replacement.
-
-    Attributes:
-        name: Its name, or its number as text.
-        source: The regular expression of the group; empty in a replacement.
-    """
+    """A group of a pattern; without `source`, a reference in a replacement."""
 
     name: str
     source: str = ""
@@ -110,10 +93,8 @@ def invert(pattern: str, replacement: str) -> tuple[str, str]:
     """Returns the inverse pattern and replacement.
 
     `{i}` in the replacement stands for a number; the inverse has a group `i`. A group
-    `i` that the replacement does not use becomes `{i}`.
-
-    Raises:
-        OptionError: The text that `pattern` matched is not unique.
+    `i` that the replacement does not use becomes `{i}`. Raises OptionError if the text
+    that `pattern` matched is not unique.
     """
     parts = list(_pattern_parts(pattern))
     groups = {part.name: part for part in parts if isinstance(part, _Group)}

@@ -93,9 +93,7 @@ class _RemapRule:
     ) -> list[tuple[LeafPath, Callable[..., jax.Array] | None]]:
         """Returns the new paths, each with the function of the gathered leaves.
 
-        Args:
-            loop: The values of the indices that both names have.
-            sizes: The sizes of all indices and axes.
+        `loop` are the values of the indices that both names have.
         """
         form = self.form and self.form.with_sizes(sizes)
         targets = []
@@ -114,11 +112,7 @@ class _RemapRule:
 
 
 def _parse(row: Row) -> _RemapRule:
-    """Parses a row.
-
-    Raises:
-        OptionError: A name or the form is not valid, or they do not fit.
-    """
+    """Parses a row."""
     source, target = parse_name(row.source), parse_name(row.target)
     gathered = tuple(axis for axis in source.axes if axis not in target.axes)
     scattered = tuple(axis for axis in target.axes if axis not in source.axes)
@@ -167,7 +161,7 @@ _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath
 
 @dataclasses.dataclass(frozen=True)
 class _Remap(TableTransform):
-    """Implements `remap`.
+    """Implements `remap` and `make_remap`.
 
     Attributes:
         rules: The rows.
@@ -198,11 +192,7 @@ class _Remap(TableTransform):
         return apply_rows(table, leaf_rows, str(self), ties=())
 
     def _leaf_rows(self, table: LeafTable) -> list[LeafRow]:
-        """Returns the rows of leaves that become leaves together.
-
-        Raises:
-            OptionError: Leaves are missing, or do not fit their forms.
-        """
+        """Returns the rows of leaves that become leaves together, none missing."""
         counts = dict(self.sizes)
         matches = []
         for rule in self.rules:
@@ -236,11 +226,7 @@ class _Remap(TableTransform):
         counts: Mapping[str, int],
         table: LeafTable,
     ) -> list[LeafRow]:
-        """Returns the rows of all rules.
-
-        Raises:
-            OptionError: Leaves do not fit their forms.
-        """
+        """Returns the rows of all rules, to whose forms all leaves must fit."""
         leaf_rows = []
         faults: dict[LeafPath, str] = {}
         for rule, of_rule in zip(self.rules, matches, strict=True):
@@ -287,8 +273,7 @@ class _Remap(TableTransform):
     ) -> LeafTable:
         """Returns the table without ignored leaves.
 
-        Raises:
-            OptionError: There are other leaves, neither ignored nor moments.
+        Raises OptionError if there are others, neither ignored nor moments.
         """
         shared = _common_root([rule.source.beginning for rule in self.rules])
         within = shared if self.within is None else self.within
@@ -412,11 +397,7 @@ def _solve(
     known: Mapping[str, int],
     table: LeafTable,
 ) -> Mapping[str, int]:
-    """Returns the sizes of all axes of the form of leaves.
-
-    Raises:
-        ValueError: They have different shapes or types, or do not fit the form.
-    """
+    """Returns the sizes of all axes of the form of leaves, which must be alike."""
     if rule.form is None:
         return known
     forms = {(table[path].info.shape, table[path].info.dtype) for path in paths}
@@ -433,10 +414,7 @@ def _solve(
 class _Computation:
     """The function from the values of the gathered leaves to a new leaf.
 
-    Attributes:
-        form: The form of the row, with all sizes.
-        gathered: See `_RemapRule`.
-        picked: The scattered indices, with their values of the new leaf.
+    `picked` are the scattered indices, with their values of the new leaf.
     """
 
     form: Form
@@ -524,15 +502,8 @@ def make_remap(
 ) -> TableTransform:
     """Returns `remap` under another name, for the record and for messages.
 
-    Args:
-        rows: See `remap`.
-        sizes: See `remap`.
-        rest: See `remap`.
-        ignored: See `remap`.
-        ignored_by_inverse: Likewise, for the inverse.
-        inverse_within: The beginning of the paths of all leaves that need a row of the
-            inverse; None for the containers that all targets share.
-        name: The name; None for `remap` with its arguments.
+    `inverse_within` is the beginning of the paths of all leaves that need a row of the
+    inverse; None stands for the containers that all targets share.
     """
     listed = [_check_row(row) for row in rows]
     if not listed:
@@ -545,9 +516,8 @@ def make_remap(
     }
     rules = tuple(map(_parse, listed))
     for rule in rules:
-        words = {**rule.source.counts, **rule.target.counts}
         for side in (rule.source, rule.target):
-            checked |= {axis: words[axis] for axis in side.inner if axis in words}
+            checked |= {a: rule.words[a] for a in side.inner if a in rule.words}
             lacking = [axis for axis in side.inner if axis not in checked]
             if lacking:
                 raise errors.OptionError(
@@ -559,13 +529,7 @@ def make_remap(
         for pattern in (ignored, ignored_by_inverse)
     )
     return _Remap(
-        rules,
-        checked,
-        rest,
-        forth,
-        back,
-        inverse_within=inverse_within,
-        name=name,
+        *(rules, checked, rest, forth, back), inverse_within=inverse_within, name=name
     )
 
 

@@ -29,12 +29,10 @@ _Rules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 def _rename(
     rules: _Rules, *, keeps_old: bool = False, undoes: _Rules = ()
 ) -> RowTransform:
-    """Returns `rename` or `copy`.
+    """Returns `rename` or `copy`; the first match wins.
 
-    Args:
-        rules: The rules; the first match wins.
-        keeps_old: True if the leaves also stay at their old paths.
-        undoes: The rules that these rules invert.
+    `keeps_old` is True if the leaves also stay at their old paths; `undoes` are the
+    rules that these rules invert.
     """
     pairs = [(pattern.pattern, replacement) for pattern, replacement in rules]
     args = pairs[0] if len(pairs) == 1 else [dict(pairs)]

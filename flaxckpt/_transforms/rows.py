@@ -53,13 +53,7 @@ class ValueMap:
     mirror_fn: _Fn | None = None
 
     def of_mirror(self, mirror: Leaf, before: Leaf, after: Leaf) -> _Fn | None:
-        """Returns the function of a mirror; None if it is initialised again.
-
-        Args:
-            mirror: Of the parameter.
-            before: The parameter.
-            after: The new parameter.
-        """
+        """Returns the function of a mirror; None if it is initialised again."""
         if before.info.shape == after.info.shape:
             return unchanged
         if mirror.info.shape != before.info.shape or mirror.info.dtype is None:
@@ -134,11 +128,7 @@ def in_place(
 ) -> RowTransform:
     """Returns the transform that changes each matching leaf, and keeps its path.
 
-    Args:
-        name: The call that creates the transform, for the record.
-        pattern: Regular expression on the whole leaf path.
-        fn_of: Returns the function of the leaf at a path.
-        undo: Returns the inverse.
+    `fn_of` returns the function of the leaf at a path.
     """
     compiled = compile_pattern(pattern)
 
@@ -164,6 +154,9 @@ def apply_rows(
     their parameter. The inverse finds them there: a state with the new leaves has no
     leaves at these paths.
 
+    Raises OptionError if functions cannot be applied, two leaves get the same path, or
+    the parameters of mirrors are ambiguous; lists all.
+
     Args:
         table: Old table.
         rows: The rows; a leaf may be in several.
@@ -173,10 +166,6 @@ def apply_rows(
         moves_unclear: False to leave mirrors of several possible parameters alone.
         ties: If several rows may make the same leaf, whose values must then be equal:
             the advice if they are not, or nothing for the usual advice.
-
-    Raises:
-        OptionError: Functions cannot be applied, two leaves get the same path, or the
-            parameters of mirrors are ambiguous; lists all.
     """
     mirrored = find_mirrors(table)
     direct = {path: path for row in rows for path in row.old}
@@ -217,13 +206,7 @@ def apply_rows(
 
 
 class _Engine:
-    """Evaluates rows, for leaves and for the mirrors in a slot.
-
-    Args:
-        table: Old table.
-        rows: The rows.
-        what: The transform, for messages.
-    """
+    """Evaluates rows, for leaves and for the mirrors in a slot."""
 
     def __init__(self, table: LeafTable, rows: Sequence[LeafRow], what: str) -> None:
         self._table = table
@@ -258,11 +241,7 @@ class _Engine:
         return new
 
     def mirrors(self, leaves: Mapping[LeafPath, Leaf]) -> list[NewLeaf]:
-        """Returns the new mirrors in a slot, under the paths of parameters.
-
-        Args:
-            leaves: Parameter -> its mirror in the slot.
-        """
+        """Returns the new mirrors in a slot, under the paths of parameters."""
         new: list[NewLeaf] = []
         taken = self._made.keys()
         numbers = {n for path in leaves for n in self._numbers[path]}
@@ -337,11 +316,7 @@ def _of_axes(
 ) -> _Source | None:
     """Returns the source of a mirror of another shape than its parameter, if any.
 
-    Args:
-        fn: The function from the values of parameters to that of a new parameter.
-        mirrors: Of these parameters, in a slot.
-        shape: Of the first parameter.
-        table: All leaves.
+    `shape` is that of the first parameter.
     """
     if not isinstance(fn, AxisMap) or (origins := fn.origins(len(shape))) is None:
         return None
@@ -379,12 +354,7 @@ def _renaming(
     known: Mapping[LeafPath, Mirror],
     new_paths: Mapping[LeafPath, Sequence[LeafPath]],
 ) -> Callable[[LeafPath, LeafPath], LeafPath]:
-    """Returns the function from a mirror and a new path of its parameter to its name.
-
-    Args:
-        known: Leaf path -> the mirrored parameter.
-        new_paths: Parameter -> its new paths.
-    """
+    """Returns the function from a mirror and its parameter's new path to its name."""
     first_keys: dict[str, set[str]] = {}
     for mirror in known.values():
         new = new_paths.get(mirror.param, ())
@@ -403,8 +373,7 @@ def _resolve_ambiguous(
 ) -> dict[LeafPath, Mirror]:
     """Returns mirrors with several possible parameters, all of them chosen.
 
-    Raises:
-        OptionError: Only some of the possible parameters are chosen.
+    Raises OptionError if only some of them are chosen.
     """
     agreed = {}
     faults = {}
@@ -455,12 +424,9 @@ def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
 
 
 def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
-    """Returns a mirror with the role of another parameter.
+    """Returns a mirror with the role of the parameter named `param`.
 
-    Args:
-        leaf: The mirror.
-        param: Name of the new parameter.
-        old: Name of the old parameter, if the leaf may be below that name.
+    With `old`, the leaf may be below that name of its old parameter.
     """
     role = leaf.info.role
     if role is not None and old is not None and role.param.startswith(f"{old}/"):

@@ -108,12 +108,7 @@ def make_tie(
 def _find_faults(
     table: LeafTable, kept: Mapping[LeafPath, LeafPath]
 ) -> dict[LeafPath, str]:
-    """Returns the leaves that have no equal leaf to be tied to, and why.
-
-    Args:
-        table: All leaves.
-        kept: Path of a leaf to remove -> path of the leaf that must equal it.
-    """
+    """Returns why leaves to remove have no equal leaf to be tied to."""
     faults = {}
     for path, shared in kept.items():
         if path == shared:
