@@ -22,12 +22,9 @@ _Structure: TypeAlias = "_state.tree.Node | LeafPath"
 
 
 class _Place(NamedTuple):
-    """Where a state can take a leaf.
+    """The empty place, or the missing key, at or above a leaf; `none` if there is none.
 
-    Attributes:
-        path: The empty place, or the missing key, at or above the leaf.
-        kind: `none` if the containers there have no place for the leaf.
-        node: The container there; None in NNX objects.
+    `node` is the container there; None in NNX objects.
     """
 
     path: LeafPath
@@ -36,11 +33,9 @@ class _Place(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """Leaves that only the checkpoint has; leaves of removed transforms are neither.
+    """Leaves that only the checkpoint has, each with its place, or homeless.
 
-    Attributes:
-        places: Leaf path -> path of the empty place, or of the missing key.
-        homeless: Leaves without a place.
+    Leaves of removed transforms are neither.
     """
 
     places: dict[LeafPath, LeafPath]
@@ -57,12 +52,7 @@ def assign(
 ) -> Assigned:
     """Assigns leaves that only the checkpoint has to places of the state.
 
-    Args:
-        unused: The leaves.
-        flat: The state.
-        stored: The checkpoint.
-        matcher: The matches of optimizer leaves.
-        to_missing_keys: True to add keys to mappings, too.
+    `to_missing_keys` adds keys to mappings, too.
     """
     find = _Places(flat, stored, matcher)
     assigned = Assigned({}, [])
@@ -210,12 +200,7 @@ def _is_inside(path: LeafPath, above: LeafPath) -> bool:
 
 
 class Grown(NamedTuple):
-    """A state with places for further leaves.
-
-    Attributes:
-        flat: The state.
-        unknown: Place -> the class that is not known in this process.
-    """
+    """A state with places for further leaves, and places of unknown classes."""
 
     flat: _state.flax_state.FlatState
     unknown: dict[LeafPath, str]
@@ -227,20 +212,19 @@ def grow(
     stored: Stored,
     places: Mapping[LeafPath, LeafPath],
 ) -> Grown:
-    """Returns the state with further leaves, in the classes that are recorded.
+    """Returns the state with the leaves that `assign` has placed.
 
-    Args:
-        flat: The state.
-        table: The leaves of the checkpoint.
-        stored: The checkpoint.
-        places: The result of `assign`.
+    They get the recorded classes.
     """
     tops = set(places.values())
     whole = {
         path: leaf
         for path, leaf in table.items()
         if path in places
-        or (leaf.info.kind == "empty" and not tops.isdisjoint(_upward(path)))
+        or (
+            leaf.info.kind == "empty"
+            and not tops.isdisjoint((path, *_state.tree.prefixes(path)))
+        )
     }
     structure = _state.containers.prune(stored.structure, whole)
     attributes, unknown = dict(flat.attributes), {}
@@ -339,11 +323,3 @@ def _class_names(node: _Structure) -> Iterator[str]:
     yield node.type
     for child in node.children:
         yield from _class_names(child)
-
-
-def _upward(path: LeafPath) -> Iterator[LeafPath]:
-    """Yields a path and the paths of the containers around it."""
-    yield path
-    while path:
-        path = path.rpartition("/")[0]
-        yield path

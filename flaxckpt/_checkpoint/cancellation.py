@@ -20,19 +20,11 @@ class Cancellation:
         self._decision.setdefault("message", message)
 
     def check(self) -> None:
-        """Raises an error if the save is cancelled.
-
-        Raises:
-            SaveCancelledError: The save is cancelled.
-        """
+        """Raises SaveCancelledError if the save is cancelled."""
         _raise(self._decision.get("message"))
 
     def close(self) -> None:
-        """Ends the time in which the save can be cancelled.
-
-        Raises:
-            SaveCancelledError: The save is already cancelled.
-        """
+        """Ends the time in which the save can be cancelled, or raises its error."""
         _raise(self._decision.setdefault("message", None))
 
 

@@ -30,11 +30,8 @@ class SaveOptions:
     """Options for writing states, shared by all saves of a run.
 
     Attributes:
-        layout: Chunks and encoding of arrays.
-        transforms: Changes to apply to the state before writing.
         max_concurrent_bytes: Memory budget of the writing thread.
         snapshot: The memory of copies of arrays on accelerators.
-        items: The items with the arrays and the dataset.
         mode: Mode of directories, from which the mode of files follows; None for the
             umask's.
     """
@@ -55,13 +52,6 @@ class SaveRequest:
     values are copied.
 
     Attributes:
-        path: Path of the new checkpoint.
-        options: Options shared with other saves.
-        step: Step number, or None for a single checkpoint.
-        metrics: Measured numbers by name.
-        metadata: The user's JSON.
-        dataset: A dataset iterator, or None.
-        json: JSON item -> content.
         on_exists: The action if the step exists; only a run skips steps.
         temporary: Whether to delete the step once there is a newer step.
         lineage: Origins of the run, the nearest first.
@@ -70,7 +60,6 @@ class SaveRequest:
         count: Called with the size of values after they are written.
         operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
-        cancellation: Decides whether the save is cancelled or may commit.
         pace: Whether the writing threads give way to the program.
         sampler: Samples the arrays while they are written; None for no statistics.
         is_item: Whether `path` is an item of a step that another program commits: a
@@ -115,13 +104,7 @@ class SaveRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The values of a state at the call of `save`, ready to be written.
-
-    Attributes:
-        request: Arguments of the save.
-        contents: All parts of the checkpoint except the arrays.
-        arrays: The values that this process writes.
-    """
+    """The values of a state at the call of `save`, which this process writes."""
 
     request: SaveRequest
     contents: _formats.native_contents.Contents
@@ -135,18 +118,11 @@ class Snapshot:
     @property
     def stored_bytes(self) -> int:
         """Uncompressed bytes of all arrays of all processes in their storage type."""
-        infos = self.contents.manifest.infos
-        stored = [info for info in infos if info.chunk_shape is not None]
-        return sum(map(_arrays.forms.stored_bytes, stored))
+        return sum(map(_arrays.forms.stored_bytes, self.contents.manifest.infos))
 
 
 class WrittenFiles(NamedTuple):
-    """Result of writing a snapshot.
-
-    Attributes:
-        size: Bytes of all written files, without hard-linked files.
-        arrays: The written arrays, which the next save may link.
-    """
+    """Bytes of all written files, without hard links, and arrays for the next save."""
 
     size: int
     arrays: _arrays.write.Previous
@@ -175,11 +151,7 @@ os.register_at_fork(after_in_child=_locks.clear)
 
 @contextlib.contextmanager
 def store_errors(final: Path) -> Iterator[None]:
-    """Converts errors of an object store before the first write to SaveFailedError.
-
-    Raises:
-        SaveFailedError: The store is not reachable.
-    """
+    """Converts errors of an object store before the first write to SaveFailedError."""
     try:
         yield
     except errors.StoreError as error:
@@ -200,11 +172,7 @@ def _store_failure(
 
 @contextlib.contextmanager
 def write_lock(final: Path) -> Iterator[None]:
-    """Locks `final` for one thread at a time, and converts errors to SaveFailedError.
-
-    Raises:
-        SaveFailedError: The disk, a store, or a library raised an error.
-    """
+    """Locks `final` for a thread at a time, and converts errors to SaveFailedError."""
     try:
         with _lock(final):
             yield
@@ -255,11 +223,7 @@ def replacing(
 ) -> contextlib.AbstractContextManager[Transaction]:
     """Begins the checkpoint `final`, which gets the pin of one that it replaces.
 
-    Args:
-        final: The checkpoint.
-        overwrite: Whether to replace an existing checkpoint.
-        check: Raises an error if an existing checkpoint in a store may not be replaced.
-        mode: Mode of directories; see `SaveOptions`.
+    `check` raises an error if an existing checkpoint in a store may not be replaced.
     """
     return _storage.transaction.begin(
         final,
@@ -282,8 +246,7 @@ def write_files(
 ) -> tuple[dict[str, bytes], WrittenArrays]:
     """Writes the arrays and metadata files of this process, without the manifest.
 
-    Returns:
-        The files other than arrays: name -> content; and the result of `write_arrays`.
+    Returns the files other than arrays, name -> content, and the written arrays.
     """
     files: dict[str, bytes] = {}
 
@@ -303,13 +266,9 @@ def write_arrays(
     previous: _arrays.write.Previous | None,
     check: Callable[[], object],
 ) -> WrittenArrays:
-    """Writes the arrays of this process; an error from `check` stops the write.
+    """Writes the arrays of this process; hard-links those that are equal in `previous`.
 
-    Args:
-        snapshot: The snapshot.
-        root: The directory of the checkpoint.
-        previous: Arrays of an earlier step; equal arrays are hard-linked.
-        check: Called after every part of an array.
+    An error from `check`, called after every part of an array, stops the write.
     """
     operation, mode = snapshot.request.operation, snapshot.request.options.mode
     if mode is not None and previous is not None:
@@ -363,12 +322,7 @@ def finish_checkpoint(
 ) -> WrittenFiles:
     """Writes the manifest and commits the checkpoint; an item only becomes durable.
 
-    Args:
-        snapshot: The written snapshot.
-        transaction: The transaction with its files.
-        files: Files other than arrays: name -> content.
-        digests: Digests of files written by other processes: name -> digest.
-        arrays: The arrays that all processes have written.
+    `files` are those other than arrays; `digests` are of files of other processes.
     """
     request = snapshot.request
     sealed = _formats.native_contents.seal(

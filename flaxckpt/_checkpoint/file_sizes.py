@@ -29,9 +29,8 @@ _MAX_LOSS = 300
 class Files(NamedTuple):
     """The files of a local checkpoint, as they were when it was found whole.
 
-    Attributes:
-        names: The relative paths, joined by NUL; steps with equal names share the text.
-        stamp: A number that changes with the files.
+    Steps with equal names, joined by NUL, share the text; `stamp` changes with the
+    files.
     """
 
     names: str
@@ -63,17 +62,8 @@ def check(
 ) -> Files | None:
     """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
 
-    Args:
-        path: The checkpoint.
-        step: The step that it must be; None for any.
-        leaves: The leaves whose array files are checked; by default everything is.
-
-    Returns:
-        The files, to notice later that one has changed; None in a store.
-
-    Raises:
-        DamagedCheckpointError: A metadata file is missing or has changed, a chunk is
-            missing or has the wrong size, or another step was saved here.
+    With `leaves`, only the array files of these are checked. Returns the files, to
+    notice later that one has changed; None in a store.
     """
     storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
@@ -155,12 +145,7 @@ def _find_values(path: Path, item: str) -> list[str]:
 
 
 class Look(NamedTuple):
-    """The result of a look at a step.
-
-    Attributes:
-        loss: What `check` finds, in one line; None if it finds nothing, or cannot look.
-        files: The files of a step that is whole; None if unknown.
-    """
+    """The result of a look at a step: its loss in a line, or its files if whole."""
 
     loss: str | None = None
     files: Files | None = None
@@ -169,13 +154,10 @@ class Look(NamedTuple):
 def look(
     path: Path, step: int | None, leaves: Collection[LeafPath] | None = None
 ) -> Look:
-    """Looks at the files of a step.
+    """Looks at the files of a step, or at those of some of its leaves.
 
-    Args:
-        path: A step. Of another program, only the description of its leaves is read: it
-            has no sizes to compare with.
-        step: The step that it must be; None for any.
-        leaves: The leaves whose files are compared; by default all files are.
+    Of a step of another program, only the description of its leaves is read: it has no
+    sizes to compare with.
     """
     try:
         if not (path / _formats.orbax_json.MANIFEST).is_file():
@@ -190,15 +172,7 @@ def look(
 
 
 def _check_written_by_others(path: Path, leaves: Collection[LeafPath] | None) -> None:
-    """Checks the description of a step of another program, with that of its arrays.
-
-    Args:
-        path: The step.
-        leaves: The leaves to look at; by default all.
-
-    Raises:
-        DamagedCheckpointError: The description is missing or malformed.
-    """
+    """Checks the description of a step of another program, with that of its arrays."""
     try:
         stored = locate.read_without_classes(path)
     except errors.CheckpointFormatError:  # whole, but not read

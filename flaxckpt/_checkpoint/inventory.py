@@ -44,10 +44,8 @@ class StoredFile(NamedTuple):
 class Inventory(NamedTuple):
     """The files of a checkpoint, except metrics, markers and the commit marker.
 
-    Attributes:
-        files: Name -> file.
-        unlisted: Item whose files of arrays the manifest does not name, as of older
-            releases -> the least bytes of these files.
+    `unlisted` are the items whose files of arrays the manifest does not name, as of
+    older releases, with the least bytes of these files.
     """
 
     files: Mapping[str, StoredFile]
@@ -55,12 +53,7 @@ class Inventory(NamedTuple):
 
 
 def make(manifest: Manifest, deleted: Collection[str] = ()) -> Inventory:
-    """Returns the files that a checkpoint needs to be whole.
-
-    Args:
-        manifest: The manifest.
-        deleted: The items that were deleted on purpose.
-    """
+    """Returns the files that a checkpoint without `deleted` items needs."""
     items, encoding, sizes = manifest.items, manifest.encoding, manifest.files or {}
     files = {_formats.orbax_json.MANIFEST: StoredFile(_formats.orbax_json.MANIFEST)}
     leaves: dict[str | None, tuple[LeafPath, ...]] = {None: ()}

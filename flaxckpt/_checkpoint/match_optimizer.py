@@ -48,16 +48,21 @@ class _Kind(NamedTuple):
 class _Transform:
     """State of a transform in the wanted state.
 
-    Attributes:
-        known: Known facts about the leaves.
-        leaf_fields: Fields that are leaves.
-        moments: Paths of leaves that may mirror parameters, relative to the state.
+    `moments` are the paths of leaves that may mirror parameters, relative to the state.
     """
 
     def __init__(self, known: _state.optimizer_roles.LeafFacts) -> None:
         self.known = known
         self.leaf_fields: set[str] = set()
         self.moments: list[LeafPath] = []
+
+    def kind_by_fields(self, optimizer: LeafPath, hyperparameter: str) -> _Kind:
+        """Returns the kind by the names of fields, without a class."""
+        return _Kind(
+            *(optimizer, "", hyperparameter, self.known.fields),
+            frozenset(self.leaf_fields),
+            not self.known.state_class,
+        )
 
 
 class _Match(NamedTuple):
@@ -130,12 +135,7 @@ class OptimizerMatcher:
     def is_of_another_state(
         self, path: LeafPath, wanted: _state.tree.Node | LeafPath
     ) -> bool:
-        """Returns True if `wanted` has another class where the checkpoint has a state.
-
-        Args:
-            path: A stored leaf, in the state of a transform or elsewhere.
-            wanted: The containers of the wanted state.
-        """
+        """Returns True if `wanted` has another class than a stored leaf's state."""
         role, place = (
             self._table[path].info.role,
             place_of_state(self._table[path].info),
@@ -231,14 +231,10 @@ class OptimizerMatcher:
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
         """Kind -> paths of the stored states of known classes."""
         stored: dict[_Kind, list[LeafPath]] = {}
-        for optimizer, state_class, place in self._places:
+        alone = [("", name, place) for place, name in self._classes.items()]
+        for optimizer, state_class, place in (*self._places, *alone):
             kind = _Kind(
                 self._optimizer(place, optimizer), state_class, _hyperparameter(place)
-            )
-            stored.setdefault(kind, []).append(place)
-        for place, state_class in self._classes.items():
-            kind = _Kind(
-                self._optimizer(place, ""), state_class, _hyperparameter(place)
             )
             stored.setdefault(kind, []).append(place)
         return stored
@@ -399,14 +395,7 @@ class OptimizerMatcher:
             optimizer = self._optimizer(place, known.optimizer)
             kind = _Kind(optimizer, known.state_class, _hyperparameter(place))
             if kind not in self._stored:
-                kind = _Kind(
-                    optimizer,
-                    "",
-                    kind.hyperparameter,
-                    known.fields,
-                    frozenset(transform.leaf_fields),
-                    not known.state_class,
-                )
+                kind = transform.kind_by_fields(optimizer, kind.hyperparameter)
             kinds.setdefault(kind, []).append(transform)
         for kind, transforms in kinds.items():
             stored = self._stored.get(kind) or self._alike(kind)
@@ -459,14 +448,8 @@ class OptimizerMatcher:
                 continue
             for transform in transforms:
                 known = transform.known
-                group = _Kind(
-                    known.optimizer,
-                    known.state_class,
-                    kind.hyperparameter,
-                    known.fields,
-                    frozenset(transform.leaf_fields),
-                    not known.state_class,
-                )
+                group = transform.kind_by_fields(known.optimizer, kind.hyperparameter)
+                group = group._replace(state_class=known.state_class)
                 groups.setdefault(group, []).append((kind.optimizer, transform))
         for group, members in groups.items():
             stored = self._stored_by_seat(group)

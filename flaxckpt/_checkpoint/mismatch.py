@@ -85,9 +85,7 @@ def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
 def find_lack_of_devices(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:
     """Returns the problem of a wanted leaf on a mesh without devices, or None.
 
-    Args:
-        wanted: The leaf that the caller asks for.
-        found: The stored leaf to restore; None to initialize the leaf.
+    `found` is the stored leaf to restore; None to initialize the leaf.
     """
     if not _state.meshes.lacks_devices(wanted.sharding):
         return None
@@ -100,10 +98,7 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     """Returns the problem of a wanted 64-bit jax array while x64 is off, or None.
 
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
-
-    Args:
-        wanted: The leaf that the caller asks for.
-        found: The stored leaf to restore; None to initialize the leaf.
+    `found` is the stored leaf to restore; None to initialize the leaf.
     """
     if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
         return None
@@ -174,13 +169,7 @@ def _advise_on_keys(wanted: LeafInfo, found: LeafInfo) -> str:
 
 
 class Moved(NamedTuple):
-    """Leaves stored in another container than the wanted container.
-
-    Attributes:
-        wanted: The container in the wanted state; empty for the root.
-        found: The container in the checkpoint; empty for the root.
-        names: Paths of the leaves relative to both containers.
-    """
+    """Leaves stored in another container than the wanted one; empty for the root."""
 
     wanted: LeafPath
     found: LeafPath
@@ -194,10 +183,7 @@ class Moved(NamedTuple):
         return f"{them}: the checkpoint has them {where}"
 
     def rename(self, table: LeafTable) -> tuple[str, str] | None:
-        """Returns the arguments of the `rename` that moves the leaves.
-
-        None if they are too long.
-        """
+        """Returns the arguments of the `rename` of the leaves, unless too long."""
         pattern = f"{re.escape(self.found)}/(.*)"
         if not self.found:
             moved = {name.split("/")[0] for name in self.names}
@@ -228,13 +214,8 @@ def make_error(
 ) -> errors.RestoreMismatchError:
     """Returns the error of a plan with problems: its rows and advice.
 
-    Args:
-        planned: The plan.
-        stored: The checkpoint.
-        has_transforms: Whether the caller passed transforms.
-        has_state: Whether the caller passed an abstract state.
-        is_source: Whether a new run begins from the checkpoint.
-        is_resume: Whether a run continues from the checkpoint.
+    `has_transforms` and `has_state` say what the caller passed; a new run begins from a
+    source, and a run continues at a resume.
     """
     argument = "source_transforms" if is_source or is_resume else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
@@ -285,12 +266,7 @@ def advise(
 def make_unbuilt_error(
     path: str, unbuilt: _state.leaf_types.UnbuiltLeavesError
 ) -> errors.RestoreMismatchError:
-    """Returns the error of leaves of registered classes that refuse their parts.
-
-    Args:
-        path: The checkpoint.
-        unbuilt: The leaves.
-    """
+    """Returns the error of leaves of registered classes that refuse their parts."""
     problems = []
     for leaf, (leaf_type, parts, reason) in unbuilt.leaves.items():
         found = [
@@ -310,12 +286,7 @@ def make_unbuilt_error(
 def make_unequal_error(
     path: str, unequal: _state.flax_state.UnequalVariablesError
 ) -> errors.RestoreMismatchError:
-    """Returns the error of NNX variables that are shared, but not equal.
-
-    Args:
-        path: The checkpoint.
-        unequal: The variables.
-    """
+    """Returns the error of NNX variables that are shared, but not equal."""
     problems = [
         Mismatch(variable, f"the value of {first}, which the state shares", "another")
         for variable, first in unequal.variables.items()
@@ -399,10 +370,7 @@ def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
 def _format_rows(
     problems: Sequence[Mismatch], groups: Sequence[Moved]
 ) -> list[str] | None:
-    """Returns lines that show `problems`, with a single line for leaves moved together.
-
-    None if no leaves moved.
-    """
+    """Returns lines that show `problems`, a single line for leaves moved together."""
     if not groups:
         return None
     several = [each for each in groups if len(each.names) > 1]
@@ -442,12 +410,8 @@ def _advise(
 ) -> str:
     """Returns advice on problems that do not come with advice of their own.
 
-    Args:
-        planned: The plan.
-        stored: The checkpoint.
-        groups: Leaves that are stored in other containers.
-        argument: The name of the argument with the transforms.
-        has_state: Whether the caller passed an abstract state.
+    `groups` are leaves that are stored in other containers; `argument` is the name of
+    the argument with the transforms.
     """
     problems = planned.problems
     kinds = {problem.kind for problem in problems}

@@ -22,23 +22,11 @@ def init_leaves(
     restored: Mapping[LeafPath, Any],
     path: str,
 ) -> tuple[dict[LeafPath, Any], list[LeafPath]]:
-    """Returns the initialized leaves of a recipe.
+    """Returns the initialized leaves of a recipe, and the paths of those kept.
 
     An abstract state made from a part of the parameters has other leaves than `tx.init`
-    makes: their values come from the abstract state.
-
-    Args:
-        recipe: The recipe of the restore.
-        abstract_state: The abstract state, with its optimizers.
-        restored: Leaf path -> value of the restored leaves.
-        path: The checkpoint, for messages.
-
-    Returns:
-        Leaf path -> value, and the paths of leaves with values of the abstract state.
-
-    Raises:
-        RestoreMismatchError: `tx.init` does not make some leaves, and the abstract
-            state has no values for them.
+    makes: their values come from the abstract state. Raises RestoreMismatchError if it
+    has no values for them.
     """
     assert recipe.flat is not None
     initial = _init_optimizers(abstract_state, restored)

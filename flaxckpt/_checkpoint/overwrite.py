@@ -100,9 +100,6 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
     """Raises OptionError if a path has a file suffix that `maker` does not write.
 
     `save` and a run make directories. `convert` makes files of two formats.
-
-    Raises:
-        OptionError: The path has such a suffix.
     """
     suffix = final.suffix.lower()
     if suffix not in _FILE_SUFFIXES:
@@ -123,10 +120,9 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Raises an error if a save may not write `final`; saves replace only checkpoints.
+    """Raises CheckpointExistsError if a save may not write `final`.
 
-    Raises:
-        CheckpointExistsError: `final` exists and may not be replaced.
+    Saves replace only checkpoints.
     """
     if not _storage.of(final).exists(final):
         return
@@ -149,16 +145,8 @@ def check_target_free(
 ) -> None:
     """Raises an error if a conversion may not write `final`, a directory or a file.
 
-    A conversion may replace a checkpoint of any format.
-
-    Args:
-        final: The path.
-        overwrite: Whether to replace an existing checkpoint.
-        replaced: Names of files beside arrays that the conversion writes as well.
-
-    Raises:
-        OptionError: A parent of `final` is a file.
-        CheckpointExistsError: `final` exists and may not be replaced.
+    A conversion may replace a checkpoint of any format. `replaced` are names of files
+    beside arrays that it writes as well.
     """
     there = (path for path in final.parents if _storage.of(path).is_taken(path))
     above = next(there, None)  # None in a store without objects above
@@ -184,14 +172,8 @@ def check_replaceable(
 ) -> None:
     """Raises an error unless `final` is empty, or a checkpoint without foreign files.
 
-    Args:
-        final: Path of the existing file or directory.
-        of_any_format: Whether to replace checkpoints of any format; by default only
-            flaxckpt's and Orbax's.
-        replaced: Names of files that have a successor, and are not foreign.
-
-    Raises:
-        CheckpointExistsError: `final` may not be replaced.
+    Only flaxckpt's and Orbax's checkpoints are replaced, unless `of_any_format`. Files
+    in `replaced` have a successor, and are not foreign.
     """
     foreign = None
     if _is_empty(final):
@@ -232,11 +214,8 @@ def find_foreign(step: Path) -> list[str]:
 def set_aside(final: Path) -> None:
     """Renames a damaged step with foreign files, which may not be replaced.
 
-    The new name is not the name of a step. Steps in a store cannot be renamed.
-
-    Raises:
-        CheckpointExistsError: The step may not be replaced, and is in a store.
-        OSError: The step cannot be renamed.
+    The new name is not the name of a step. Steps in a store cannot be renamed, which
+    raises CheckpointExistsError.
     """
     try:
         check_replaceable(final)
@@ -262,13 +241,10 @@ _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 
 
 def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
-    """Returns the files in a directory that do not belong to the checkpoint.
+    """Returns the files in a directory that do not belong to the checkpoint, if any.
 
     A directory with foreign files only, or an empty foreign directory, is listed
     instead of its files. Files that file browsers create are left out.
-
-    Returns:
-        Paths relative to the directory; None if there is no checkpoint.
     """
     is_orbax = _is_orbax(directory)
     if not is_orbax and not of_any_format:
@@ -484,9 +460,7 @@ def _json_files(files: Collection[str]) -> set[str]:
 def _array_files(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
     """Returns the zarr metadata files, and the chunk files of their arrays.
 
-    Args:
-        files: Paths of all files.
-        is_damaged: Whether metadata files may be missing.
+    If `is_damaged`, metadata files may be missing.
     """
     metadata = {f for f in files if f.rpartition("/")[2] in _ARRAY_METADATA}
     arrays = {file.rpartition("/")[0] for file in metadata}

@@ -173,9 +173,8 @@ def count_outcomes(
 ) -> dict[Action, tuple[int, dict[Action, int]]]:
     """Returns how many leaves have each outcome: every leaf counts once.
 
-    Returns:
-        The first action of leaves -> their number, and the number of each further
-        action among them: of the loaded leaves, those that are cast.
+    The first action of leaves -> their number, and the number of each further action
+    among them: of the loaded leaves, those that are cast.
     """
     found: dict[Action, tuple[int, dict[Action, int]]] = {}
     for first, *others in (leaf.actions for leaf in restore_plan.leaves.values()):

@@ -113,12 +113,7 @@ class RestoreOptions:
 
 
 class ComputedNumber(NamedTuple):
-    """A computed Python number, to be converted to a leaf of another type.
-
-    Attributes:
-        found: The computed number.
-        wanted: The leaf of the state.
-    """
+    """A computed Python number, to be converted to a wanted leaf of another type."""
 
     found: LeafInfo
     wanted: LeafInfo
@@ -157,8 +152,7 @@ def make_plan(
 ) -> tuple[RestorePlan, Recipe]:
     """Plans the restore of the leaves of `abstract_state`, or of all leaves.
 
-    Raises:
-        DamagedCheckpointError: A wanted leaf is in a damaged item.
+    Raises DamagedCheckpointError if a wanted leaf is in a damaged item.
     """
     if abstract_state is None:
         stored.check_items(stored.items.trees)
@@ -200,9 +194,7 @@ def _boxed_table(stored: Stored, options: RestoreOptions) -> LeafTable:
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
     """Raises OptionError for a step or a path passed as the state.
 
-    Raises:
-        OptionError: `abstract_state` is an int, str or path, but the checkpoint is not
-            a single value.
+    Unless the checkpoint is a single value.
     """
     if not isinstance(abstract_state, int | str | os.PathLike) or "" in stored.table:
         return
@@ -248,14 +240,10 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
 
 
 class _RecipeBuilder:
-    """Collects the leaves to read, to compute and to initialize.
+    """Collects the leaves to read, to compute and to initialize; see `Recipe`.
 
-    Attributes:
-        given: Leaf path -> value known without reading.
-        fresh: Optimizer leaves to initialize from the restored parameters.
-        as_asked: Leaves initialized because of an option of the caller.
-        bytes_to_read: Bytes read by all processes together; sources that computed
-            leaves share count once.
+    `bytes_to_read` are those of all processes together; sources that computed leaves
+    share count once.
     """
 
     def __init__(self) -> None:
@@ -269,11 +257,7 @@ class _RecipeBuilder:
         self._seen: set[int] = set()  # sources of computed leaves, already counted
 
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
-        """Adds the restore of a leaf of the table as `wanted`.
-
-        Returns:
-            Bytes that this process reads for the leaf.
-        """
+        """Adds the restore of a leaf as `wanted`; returns the bytes to read here."""
         path = wanted.path
         stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
         if leaf.fn is not None:
@@ -322,14 +306,7 @@ class _RecipeBuilder:
 
 
 class _Planner:
-    """Plans the restore of a checkpoint's leaf table to a wanted state.
-
-    Args:
-        stored: The checkpoint.
-        flat: The leaves of the wanted state.
-        abstract_state: The wanted state.
-        options: Options of the restore.
-    """
+    """Plans the restore of a checkpoint's leaf table to a wanted state."""
 
     def __init__(
         self,
@@ -376,11 +353,7 @@ class _Planner:
         )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
-        """Returns the plan and the recipe for all leaves.
-
-        Raises:
-            DamagedCheckpointError: A wanted leaf is in a damaged item.
-        """
+        """Returns the plan and the recipe for all leaves."""
         chosen = self._choose()
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":
@@ -642,8 +615,7 @@ class _Planner:
     def _add(self, unused: LeafTable) -> tuple[Set[LeafPath], Set[LeafPath]]:
         """Adds leaves that only the checkpoint has to the state.
 
-        Returns:
-            The added leaves, and those without a place in the state.
+        Returns the added leaves, and those without a place in the state.
         """
         if not unused or not self._options.adds_leaves:
             return set(), set()

@@ -196,14 +196,7 @@ def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
 
     It is the value of the step counter beside the optimizer; without one, the step of
     the source, and of a source without a step number, the count of its optimizer.
-
-    Args:
-        state: The state with which the run begins.
-        origin: The source.
-        fresh: The leaves that the source lacks.
-
-    Raises:
-        OptionError: The step counters disagree.
+    `fresh` are the leaves that the source lacks.
     """
     flat = _state.flax_state.flatten(state)
     counters = planner.step_counters(flat.optimizer_facts)
@@ -241,8 +234,7 @@ def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
 def _find_step(flat: _state.flax_state.FlatState, paths: Set[LeafPath]) -> int | None:
     """Returns the value of the step counters at `paths`; None without any.
 
-    Raises:
-        OptionError: The step counters disagree.
+    Raises OptionError if they disagree.
     """
     counters = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
@@ -306,18 +298,9 @@ def plan_for_target(
 
     Like `plan`, with its options, but the program that saved `target` has an optimizer,
     which initializes the optimizer leaves that `path` lacks, and values for the leaves
-    that `missing="init"` keeps.
-
-    Args:
-        path: A checkpoint, or a run directory.
-        target: The abstract state that was read from another checkpoint.
-        step: Step of a run directory; by default the newest.
-        as_source: Whether a new run begins from `path`, as `restore_or_init(source=…)`
-            does: with `optimizer="reinit"`, step counters begin anew, too.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
-            `plan`.
+    that `missing="init"` keeps. With `as_source`, a new run begins from `path`, as with
+    `restore_or_init(source=…)`: with `optimizer="reinit"`, step counters begin anew,
+    too.
     """
     wanted = RestoreOptions(**options, is_source=as_source, has_values=True)
     stored = locate.open_checkpoint(path, step)
@@ -461,16 +444,8 @@ class Restore:
 
     With several processes, all call `compute` at the same place of the program, as it
     may run computations on the devices of all processes; `read` runs none with
-    communication, so that it may run on a thread of its own.
-
-    Args:
-        stored: The checkpoint.
-        abstract_state: The state to restore; None for the saved containers.
-        options: Options of the restore.
-        counter: Counts the bytes that are read.
-
-    Raises:
-        RestoreMismatchError: The checkpoint does not fit the state.
+    communication, so that it may run on a thread of its own. Raises
+    RestoreMismatchError if the checkpoint does not fit the state.
     """
 
     def __init__(
@@ -557,12 +532,7 @@ class Restore:
             )
 
     def build(self) -> PyTree:
-        """Returns the state, in the containers of the abstract state.
-
-        Raises:
-            RestoreMismatchError: Leaves of registered classes cannot be built, or the
-                values of a shared variable differ.
-        """
+        """Returns the state, in the containers of the abstract state."""
         flat, values = self._recipe.flat, self._values
         with _failed_build_reported(self._planned.path):
             if flat is None:
@@ -596,8 +566,7 @@ def _convert_numbers(
 ) -> dict[LeafPath, Any]:
     """Returns computed Python numbers, converted to the leaves of the state.
 
-    Raises:
-        RestoreMismatchError: Numbers are too large for the wanted types.
+    Raises RestoreMismatchError if numbers are too large for the wanted types.
     """
     placed = {}
     too_large = []
@@ -617,12 +586,7 @@ def _convert_numbers(
 
 @contextlib.contextmanager
 def _failed_build_reported(path: str) -> Iterator[None]:
-    """Raises RestoreMismatchError if values cannot be built into the state.
-
-    Raises:
-        RestoreMismatchError: Names leaves that cannot be built from their parts, or
-            shared variables of several values.
-    """
+    """Raises RestoreMismatchError if values cannot be built into the state."""
     try:
         yield
     except _state.leaf_types.UnbuiltLeavesError as error:
@@ -634,9 +598,7 @@ def _failed_build_reported(path: str) -> Iterator[None]:
 def restore_dataset(stored: Stored, iterator: Any) -> None:
     """Moves a dataset iterator to the position saved with the state.
 
-    Raises:
-        DatasetStateError: No dataset was saved, its state was deleted on purpose, or
-            the iterator does not accept the state.
+    Raises DatasetStateError if none was saved, or it was deleted on purpose.
     """
     path = _storage.paths.from_text(stored.metadata.path)
     if stored.items.dataset in stored.metadata.deleted_items:

@@ -168,19 +168,9 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
     """Copies the values of `state`, for an item of a step that another program commits.
 
     With several processes, all of them call this and the returned function, and an
-    error of one is an error of all.
-
-    Args:
-        path: The directory of the item, which need not exist yet.
-        state: The state.
-        options: The options; the items must be `Items(state="")`.
-
-    Returns:
-        A function that writes the item into the existing directory `path` durably, and
-        returns the size in bytes of the item.
-
-    Raises:
-        CheckpointError: As for `save`. The returned function raises SaveFailedError.
+    error of one is an error of all. The directory `path` of the item need not exist
+    yet; the items of `options` must be `Items(state="")`. The returned function writes
+    the item into the existing directory durably, and returns its size in bytes.
     """
     what = f"the item {path}"
     # Each step has its own directory, and the operations of a run are counted.
@@ -214,13 +204,7 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
 
 @_util.gc_pause.pause()
 def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
-    """Plans the save and copies the values of the state.
-
-    Raises:
-        CheckpointExistsError: The path exists and may not be replaced.
-        OptionError: The metadata is not JSON, or is too large.
-        UnsupportedLeafError, LeafNameError, DatasetStateError: As for `save`.
-    """
+    """Plans the save and copies the values of the state; raises errors of `save`."""
     created = time.time()
     path, options, operation = request.path, request.options, request.operation
     transforms = _transforms.check(options.transforms)
@@ -245,11 +229,8 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     }
     _check_strings(strings)
     if request.on_planned is not None:
-        stored = [info for info in infos if info.chunk_shape is not None]
-        request.on_planned(
-            bytes=sum(map(_arrays.forms.stored_bytes, stored)),
-            leaves=len(infos),
-        )
+        size = sum(map(_arrays.forms.stored_bytes, infos))
+        request.on_planned(bytes=size, leaves=len(infos))
     arrays = [
         (options.items.array_directory(leaf.info), leaf.info.chunk_shape, leaf)
         for leaf in table.values()
@@ -302,11 +283,7 @@ _FEW_CHARACTERS = 2**18
 
 
 def _check_strings(strings: Mapping[LeafPath, str]) -> None:
-    """Raises UnsupportedLeafError if string leaves exceed the limits of readers.
-
-    Raises:
-        UnsupportedLeafError: Names the largest string leaves.
-    """
+    """Raises UnsupportedLeafError if string leaves exceed the limits of readers."""
     if sum(map(len, strings.values())) <= _FEW_CHARACTERS:
         return
     try:
@@ -403,12 +380,7 @@ def plan_leaves(
 def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None:
     """Raises OptionError if transforms change a shared variable in one item only.
 
-    Args:
-        flat: The leaves of the state.
-        table: The leaves after the transforms.
-
-    Raises:
-        OptionError: Lists the variables, which no restore could share again.
+    No restore could share it again. `table` has the leaves after the transforms.
     """
     alone = []
     for path, first in flat.repeated.items():
@@ -426,12 +398,7 @@ def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None
 
 
 def check_names(infos: Sequence[LeafInfo], items: _formats.items.Items) -> None:
-    """Raises LeafNameError unless the leaves can be stored in their items.
-
-    Raises:
-        LeafNameError: Leaves collide on disk, readers refuse their names, or they are
-            in none of the items.
-    """
+    """Raises LeafNameError unless the leaves can be stored in their items."""
     _formats.native_names.check_branches(items, infos)
     for leaves in items.split(infos).values():
         _formats.native_names.check(leaves, [items.param_name(info) for info in leaves])
@@ -446,13 +413,7 @@ def _step_around(item: Path) -> int | None:
 def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:
     """Returns a deep copy of a user's JSON, equal to the value after a restore.
 
-    Args:
-        value: The JSON.
-        what: Its name, for errors.
-
-    Raises:
-        OptionError: The value is not a dict of JSON values, or is larger than readers
-            accept.
+    Raises OptionError if it is not JSON, or is larger than readers accept.
     """
     try:
         if not isinstance(value, Mapping):
@@ -474,14 +435,9 @@ def write_snapshot(
 ) -> WrittenFiles:
     """Writes a snapshot and commits the checkpoint durably, from all processes.
 
-    Args:
-        snapshot: The snapshot to write, whose memory on devices is freed.
-        previous: Arrays of an earlier step; equal arrays are hard-linked.
-
-    Raises:
-        SaveFailedError: The write failed. Written files are removed; if the disk did
-            not confirm the rename, the message says so.
-        SaveCancelledError: The save was cancelled. Written files are removed.
+    Frees the snapshot's memory on devices. Arrays equal to those in `previous`, of an
+    earlier step, are hard-linked. After an error, written files are removed; if the
+    disk did not confirm the rename, the message says so.
     """
     try:
         return _write_snapshot(snapshot, previous)

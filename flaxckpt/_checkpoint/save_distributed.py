@@ -36,10 +36,8 @@ def select_own(
 
     Process 0 writes the values that each process holds completely: numpy arrays,
     numbers, and jax arrays on devices of a single process. Process 0 also broadcasts
-    the names of arrays not on its devices, the step, and a digest of the tree.
-
-    Raises:
-        SaveFailedError: This process saves another step or another tree than process 0.
+    the names of arrays not on its devices, the step, and a digest of the tree: another
+    step or tree in this process is an error.
     """
     candidates = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
     checksums = [_checksum(info) for info in infos]
@@ -125,13 +123,8 @@ def write_snapshot(
 ) -> WrittenFiles:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
-    Returns:
-        Size of the whole checkpoint, equal in all processes, and the arrays for the
-        next save.
-
-    Raises:
-        SaveFailedError: A process could not write, or is gone; nothing is kept.
-        SaveCancelledError: A process has cancelled the save; nothing is kept.
+    Returns the size of the whole checkpoint, equal in all processes. Nothing is kept if
+    a process could not write, is gone, or has cancelled the save.
     """
     operation = snapshot.request.operation
     assert operation is not None
@@ -197,9 +190,8 @@ def _write_part(
 ) -> dict[str, JSON]:
     """Writes the chunks and the dataset state of this process, durably.
 
-    Returns:
-        The report to process 0: the files of the dataset iterators, name -> digest; and
-        the written arrays.
+    Returns the report to process 0: digests of the files of dataset iterators, and the
+    written arrays.
     """
     contents = snapshot.contents
     arrays = commit.write_arrays(snapshot, temporary, previous, operation.check)

@@ -15,13 +15,7 @@ _OURS = "flaxckpt"
 
 
 class StoredPaths:
-    """Finds stored leaves by the paths of wanted leaves.
-
-    Args:
-        stored: The checkpoint.
-        table: Its leaves, after transforms.
-        wanted: The leaves of the wanted state.
-    """
+    """Finds stored leaves, after transforms, by the paths of wanted leaves."""
 
     def __init__(
         self,

@@ -86,14 +86,8 @@ def verify_checkpoint(
 ) -> verify_report.VerifyReport:
     """Reads and verifies the whole checkpoint `path`.
 
-    Args:
-        path: A checkpoint.
-        step: Step number of the checkpoint, or None.
-        thorough: Whether to go on after the first problem.
-        counter: Counts the bytes read. An error of its `add` ends the verification.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
+    Unless `thorough`, ends after the first problem. An error of `counter.add`, called
+    with the bytes read, ends the verification.
     """
     read = functools.partial(locate.read_stored, path, step)
     return _verify(path, step, read, thorough=thorough, counter=counter)
@@ -148,17 +142,7 @@ def _verify(
 
 
 def check(path: Path, step: int | None) -> None:
-    """Raises an error unless a checkpoint can be read; its metrics may be damaged.
-
-    Args:
-        path: The checkpoint.
-        step: The step that it must be; None for any.
-
-    Raises:
-        DamagedCheckpointError: The checkpoint is damaged, cannot be read, or was saved
-            as another step.
-        CheckpointNotFoundError, CheckpointFormatError: There is no checkpoint.
-    """
+    """Raises an error unless a checkpoint can be read; its metrics may be damaged."""
     report = verify_checkpoint(path, step)
     for name, why in {**report.problems, **report.unread}.items():
         if not name.startswith(f"{_formats.items.METRICS}/"):
@@ -385,13 +369,9 @@ def _metrics_checks(
     *,
     is_digested: bool,
 ) -> list[Check]:
-    """Returns the checks of the metrics.
+    """Returns the checks of the metrics, which are of `step`, or of any if None.
 
-    Args:
-        path: The checkpoint.
-        findings: Receives metrics that have no digest.
-        step: The step that the metrics must be of; None for any.
-        is_digested: Whether the digests of the metrics must exist.
+    If `is_digested`, their digests must exist.
     """
     name = f"{_formats.items.METRICS}/{_formats.items.METRICS}"
     digests = _formats.items.METRICS_DIGESTS
@@ -420,10 +400,8 @@ def _verify_foreign(
 ) -> list[str]:
     """Reads and decodes every array of a checkpoint in another format.
 
-    Items in our own format are compared with their checksums instead.
-
-    Returns:
-        Files in these items that are not part of them.
+    Items in our own format are compared with their checksums instead. Returns the files
+    in these items that are not part of them.
     """
     leaves = {
         p: leaf for p, leaf in stored.table.items() if verify_arrays.is_array(leaf)

@@ -27,12 +27,7 @@ _CHECKSUM_BYTES = _zarr.checksums.CHECKSUM_BYTES
 
 
 class ArrayChecks(NamedTuple):
-    """The checks of all arrays.
-
-    Attributes:
-        checks: Checks of the files without digests.
-        undigested: The leaves without checksums.
-    """
+    """The checks of files without digests, and the leaves without checksums."""
 
     checks: list[Check]
     undigested: dict[LeafPath, Leaf]
@@ -43,11 +38,7 @@ def find_checks(
 ) -> ArrayChecks:
     """Returns the checks of arrays, after the files with digests were checked.
 
-    Args:
-        path: The checkpoint.
-        stored: The checkpoint.
-        listed: Its files.
-        findings: Receives the faults of files with digests, and further ones.
+    `findings` has the faults of these files, and receives further ones.
     """
     return _Finder(path, stored, listed, findings).find()
 
@@ -199,14 +190,7 @@ _MAX_METADATA_BYTES = 2**16
 def leaves_in(
     name: str, path: Path, stored: Stored, listed: Inventory
 ) -> Sequence[LeafPath]:
-    """Returns the leaves that a restore of `path` cannot read without the file `name`.
-
-    Args:
-        name: A file of the checkpoint.
-        path: The checkpoint.
-        stored: The checkpoint.
-        listed: Its files.
-    """
+    """Returns the leaves that a restore cannot read without the file `name`."""
     item, file = stored.items.tree_of_file(name), listed.files.get(name)
     if file is not None and not file.is_shared:
         return file.leaves
@@ -350,15 +334,7 @@ def _check_chunk_file(
     encoding: Encoding,
     count: Callable[[int], object],
 ) -> None:
-    """Raises ValueError if a file is not a chunk.
-
-    Args:
-        file: The file.
-        root: The checkpoint.
-        chunk: The chunk.
-        encoding: Encoding of the chunk.
-        count: Called with the size of each part.
-    """
+    """Raises ValueError if a file is not a chunk; counts the bytes read."""
     known_size = _storage.of(file).known_size(file, root)
     if known_size is not None:
         _check_size(file.name, known_size, chunk.size)  # before reading all of it
@@ -374,12 +350,7 @@ def _check_chunk_file(
 class _FileCheck:
     """The check of a file with chunks of several leaves, from its beginning to its end.
 
-    Args:
-        name: The file in the checkpoint.
-        chunks: Its chunks.
-        findings: Receives the faults, by leaf.
-        has_checksum: Whether each chunk ends with a checksum.
-        size: Recorded size in bytes; None for a file that has other values, too.
+    `size` is recorded, in bytes; None for a file that has other values, too.
     """
 
     def __init__(
@@ -399,11 +370,7 @@ class _FileCheck:
         self._chunks = sorted(chunks, key=lambda chunk: chunk.place.offset)
 
     def run(self, root: Path) -> None:
-        """Reads the file below the checkpoint `root`.
-
-        Raises:
-            ValueError, OSError: The file has another size, or cannot be read.
-        """
+        """Reads the file below the checkpoint `root`."""
         file = root / self._name
         known_size = _storage.of(file).known_size(file, root)
         if known_size is not None and known_size > (self._size or known_size):
@@ -465,12 +432,7 @@ class _FileCheck:
 
 
 class _Segment(NamedTuple):
-    """A chunk of a file, or the bytes before it.
-
-    Attributes:
-        stop: Where it ends in the file, in bytes.
-        chunk: The chunk; None for bytes that belong to none.
-    """
+    """A chunk of a file, or the bytes before it, that ends at the byte `stop`."""
 
     stop: int
     chunk: _FileChunk | None

@@ -122,13 +122,7 @@ class VerifyReport:
 
 
 class Check(NamedTuple):
-    """A check of a leaf or a file.
-
-    Attributes:
-        name: Leaf path, or file in the checkpoint.
-        run: Raises an error for a fault.
-        file: The checked file of the leaf.
-    """
+    """A check of a leaf or a file, or of the `file` of a leaf."""
 
     name: str
     run: Callable[[], object]
@@ -136,12 +130,7 @@ class Check(NamedTuple):
 
 
 class StoredPlace(NamedTuple):
-    """The place of a fault in a leaf.
-
-    Attributes:
-        file: The file in the checkpoint; empty if unknown.
-        region: The start and the stop of the faulty values along each axis, or None.
-    """
+    """The place of a fault: a file, and the faulty values along each axis if known."""
 
     file: str
     region: Region | None = None
@@ -153,9 +142,7 @@ NOWHERE = StoredPlace("")
 class Findings:
     """Collects the findings of several threads.
 
-    Args:
-        counter: Counter of the bytes read.
-        thorough: Whether to go on after the first problem.
+    Unless `thorough`, the first problem ends the checks.
     """
 
     def __init__(self, counter: _util.progress.Counter, *, thorough: bool) -> None:
@@ -215,10 +202,8 @@ class Findings:
     def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:
         """Adds the findings in an item.
 
-        Args:
-            other: The findings.
-            item: The item, which the names of other files begin with here.
-            names: Name in the item -> name here.
+        `names` are those here of names in the item; other files begin with the item
+        here.
         """
         for mine, findings in (
             (self.problems, other.problems),
