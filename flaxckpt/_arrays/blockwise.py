@@ -27,12 +27,7 @@ from flaxckpt._zarr.metadata import Array, Region
 
 
 class Piece(NamedTuple):
-    """A part of the values of a leaf.
-
-    Attributes:
-        leaf: The leaf.
-        region: Region in the stored array.
-    """
+    """A part of the values of a leaf: a region in the stored array."""
 
     leaf: Leaf
     region: Region
@@ -78,10 +73,8 @@ class Piece(NamedTuple):
 def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
     """Cuts a leaf into pieces of at most `max_bytes`, if chunks allow.
 
-    Args:
-        leaf: An array, a number or PRNG keys.
-        chunk_shape: Shape of the written chunks, which stay whole; None for no chunks.
-        max_bytes: Upper bound on the size of a piece, both as read and as written.
+    The limit is on a piece both as read and as written. Chunks of the shape
+    `chunk_shape` stay whole; None for no chunks.
     """
     shape = forms.stored_form(leaf.info)[0]
     whole = Piece(leaf, metadata.whole(shape))
@@ -97,14 +90,10 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
 
 
 class _Cuts(NamedTuple):
-    """Parameters for cutting an array.
+    """Parameters for cutting an array of `size` bytes.
 
-    Attributes:
-        shape: Shape of the array.
-        chunk_shape: Shape of chunks that stay whole; None for no chunks.
-        read_chunk: Shape of chunks that are read at once; None for single elements.
-        size: Size of the array, in bytes.
-        max_bytes: Upper bound on a piece.
+    Chunks of the shape `chunk_shape` stay whole, and those of `read_chunk` are read at
+    once; None for single elements.
     """
 
     shape: Shape
@@ -162,13 +151,8 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     """Reads the values of pieces, converted to the types of their leaves.
 
-    Args:
-        pieces: The pieces to read.
-        max_bytes: Bytes in transfer at a time.
-
-    Raises:
-        DamagedCheckpointError: Values are missing or fail their checksum. All leaves
-            at fault are named.
+    At most `max_bytes` are in transfer at a time. Raises DamagedCheckpointError for
+    values that are missing or fail their checksum; all leaves at fault are named.
     """
     whole = [p for p in pieces if p.leaf.fn is None and p.is_whole]
     parts = [p for p in pieces if p.leaf.fn is None and not p.is_whole]

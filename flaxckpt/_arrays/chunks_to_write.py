@@ -82,11 +82,8 @@ def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
 class ChunkToWrite(NamedTuple):
     """A chunk to write.
 
-    Attributes:
-        array: The array of the chunk.
-        shard: The shard with the values.
-        key: Index of the chunk.
-        bounds: Region of the values in the whole array, without padding.
+    `key` is its index; `bounds` is the region of its values in the array, without
+    padding.
     """
 
     array: HostArray

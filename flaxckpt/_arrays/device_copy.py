@@ -22,15 +22,8 @@ class DeviceCopy:
     """A copy of an array within its device, perhaps in progress.
 
     Keeps the original until the copy is whole, because a device may report a lack of
-    memory after the call that copies.
-
-    Args:
-        original: An array of one device.
-        copy: The copy.
-
-    Attributes:
-        value: The copy, or an array that shares its memory; after a failure, the
-            original.
+    memory after the call that copies. `value` is the copy, or an array that shares its
+    memory; after a failure, the original.
     """
 
     __slots__ = ("_copy", "_original", "value")
@@ -52,8 +45,7 @@ class DeviceCopy:
     def wait(self) -> None:
         """Waits for the copy, and forgets the original.
 
-        Raises:
-            RuntimeError: The copy failed, and the original was donated or deleted.
+        Raises RuntimeError if the copy failed, and the original was donated or deleted.
         """
         try:
             jax.block_until_ready(self.value)
@@ -77,15 +69,9 @@ def copy(
     """Copies arrays of one device each within their memory, without waiting.
 
     Runs a program on each device alone, so that processes need not agree on an order.
-
-    Args:
-        arrays: The arrays, which may be donated after the call.
-        needs_room: Whether to copy only if a training step has enough memory beside the
-            copies.
-
-    Returns:
-        A copy of each array; of an array in host memory, a jax array there. None if the
-        memory does not suffice.
+    The arrays may be donated after the call. With `needs_room`, copies only if a
+    training step has enough memory beside the copies. Of an array in host memory,
+    returns a jax array there; None if the memory does not suffice.
     """
     if needs_room and not device_memory.has_room(arrays):
         _log.debug("no memory on devices for a snapshot of %d arrays", len(arrays))

@@ -21,12 +21,9 @@ _largest: collections.defaultdict[jax.Device, int] = collections.defaultdict(int
 def has_room(arrays: Sequence[jax.Array]) -> bool:
     """Returns True if all devices have memory for copies of `arrays` beside a step.
 
-    Between two steps, a program uses less memory than in a step. So the peak counts,
-    less the copies that earlier saves have made. Returns False if a device does not
-    report its memory, as CPUs.
-
-    Args:
-        arrays: Arrays of one device each.
+    Each array is on one device. Between two steps, a program uses less memory than in a
+    step. So the peak counts, less the copies that earlier saves have made. Returns
+    False if a device does not report its memory, as CPUs.
     """
     return all(
         _has_room(device.memory_stats() or {}, size, _largest[device])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,13 @@ _ENCODED_PART = 16 * 2**20
 """Bytes of the parts of an array that TensorStore gets one by one."""
 
 
-def sized(arrays: Iterable[HostArray]) -> Iterator[tuple[HostArray, int]]:
-    return ((array, array.nbytes) for array in arrays)
-
-
 def write_encoded(
     root: Path, arrays: Sequence[HostArray], encoding: Encoding, report: Count
 ) -> None:
     """Writes arrays, or parts of arrays that exist, by TensorStore.
 
-    Args:
-        root: The directory of the arrays.
-        arrays: The arrays, `ENCODED_AT_ONCE` bytes at most.
-        encoding: Encoding of the chunks.
-        report: Called with the bytes of written values, as in memory.
+    They have `ENCODED_AT_ONCE` bytes at most; `report` gets the bytes of written
+    values, as in memory.
     """
     if arrays:
         _storage.store_requests.use_threads()

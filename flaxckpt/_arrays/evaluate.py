@@ -51,11 +51,7 @@ _Difference: TypeAlias = tuple[lazy.Equality, Any]
 
 
 def _check_equal(differences: Iterable[_Difference]) -> None:
-    """Raises one error for all leaves that differ from the leaf they are tied to.
-
-    Raises:
-        OptionError: Tied leaves have different values.
-    """
+    """Raises one error for all leaves that differ from the leaf they are tied to."""
     error = lazy.unequal((equality, int(count)) for equality, count in differences)
     if error is not None:
         raise error
@@ -130,21 +126,11 @@ def _on_common_devices(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 def read(
     leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:
-    """Reads the sources of leaves, and computes the leaves.
+    """Reads the sources of leaves, and computes the leaves, whose infos are as wanted.
 
     Reads each source once. Leaves with common sources are computed together; other
-    leaves in batches within the byte budget.
-
-    Args:
-        leaves: Leaves with the infos requested by the caller.
-        options: Options of the read.
-
-    Returns:
-        Leaf path -> value.
-
-    Raises:
-        DamagedCheckpointError: Values are missing or fail their checksum.
-        OptionError: Tied leaves have different values.
+    leaves in batches within the byte budget. Raises DamagedCheckpointError for values
+    that are missing or damaged, and OptionError for tied leaves of different values.
     """
     values: dict[LeafPath, Any] = {}
     differences: list[_Difference] = []

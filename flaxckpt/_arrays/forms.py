@@ -32,11 +32,7 @@ def chunks(info: LeafInfo) -> tuple[metadata.Chunk, ...]:
 
 @functools.cache
 def key_words(impl: str) -> int:
-    """Returns the number of 32-bit words of a PRNG key.
-
-    Raises:
-        ValueError: jax has no implementation `impl`.
-    """
+    """Returns the number of 32-bit words of a PRNG key; ValueError if unknown."""
     if words := _KEY_WORDS.get(impl):
         return words
     import jax  # only jax knows the implementations that a program registers
@@ -46,11 +42,7 @@ def key_words(impl: str) -> int:
 
 
 def check_keys(impl: str, shape: Shape, dtype: str) -> None:
-    """Checks the shape and dtype of PRNG key data of the implementation `impl`.
-
-    Raises:
-        ValueError: Shape or dtype do not match, or jax has no implementation `impl`.
-    """
+    """Raises ValueError unless an array can be the data of PRNG keys of `impl`."""
     words = key_words(impl)
     if dtype != "uint32" or shape[-1:] != (words,):
         raise ValueError(f"{dtype}{list(shape)} is not an array of {impl[:40]} keys")

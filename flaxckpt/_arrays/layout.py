@@ -28,12 +28,9 @@ _MIN_GROUP_BYTES = 16 * 2**20
 
 
 class Writing(NamedTuple):
-    """Division of a shard among its writing replicas.
+    """Division of a shard among its writing replicas, into parts of a shape.
 
-    Attributes:
-        slices: Parts of the replicas; None if a single replica writes the shard.
-        shape: Shape of a part.
-        replicas: Number of replicas.
+    `slices` are the parts of the replicas; None if a single replica writes the shard.
     """
 
     slices: zarr_chunk_shape.ReplicaSlices | None
@@ -49,9 +46,7 @@ class Writing(NamedTuple):
 def divide_writing(info: LeafInfo, shape: Shape) -> Writing:
     """Divides the shards of a leaf among the writing replicas.
 
-    Args:
-        info: The leaf.
-        shape: Stored shape; for PRNG keys with one more axis than the leaf.
+    `shape` is as stored; for PRNG keys, with one more axis than the leaf.
     """
     if info.sharding is None:
         return Writing(None, shape, 1)
@@ -89,11 +84,8 @@ def task(info: LeafInfo) -> writer_assignment.Task:
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
     """Returns the shape of the part written by a device, at least 1 along each axis.
 
-    The part is a shard, or a part of a replicated shard.
-
-    Args:
-        info: The leaf.
-        shape: Stored shape; for PRNG keys with one more axis than the leaf.
+    The part is a shard, or a part of a replicated shard. `shape` is as stored; for PRNG
+    keys, with one more axis than the leaf.
     """
     if info.sharding is None:
         return _at_least_one(shape)
@@ -110,13 +102,7 @@ def _at_least_one(shape: Shape) -> Shape:
 def with_chunk_shape(
     info: LeafInfo, layout: ArrayLayout, *, role: Role | None = None
 ) -> LeafInfo:
-    """Returns `info` with the chunk shape of the stored array.
-
-    Args:
-        info: A leaf.
-        layout: Layout of the array.
-        role: Role of the leaf in an optimizer.
-    """
+    """Returns `info` with the chunk shape of the stored array, and its role."""
     chunk_shape = None
     if info.dtype is not None:
         shape, dtype = forms.stored_form(info)

@@ -38,9 +38,6 @@ class Deriver:
 
     The end of a block raises one error for all leaves that cannot be computed. Caches
     the result shapes of functions, because tracing is slow and layers are alike.
-
-    Args:
-        what: The transform, for messages.
     """
 
     def __init__(self, what: str) -> None:
@@ -82,9 +79,7 @@ class Deriver:
         base = base or leaves[0].info
         infos = [leaf.info for leaf in leaves]
         if is_wide is None:
-            is_wide = any(_state.dtypes.is_wide(info.dtype) for info in infos) or any(
-                has_wide_fn(leaf) for leaf in leaves
-            )
+            is_wide = any(map(_is_wide, leaves))
         try:
             info = _result_info(base, self._shape(fn, infos, is_wide, precision))
         except errors.CheckpointError:
@@ -155,16 +150,8 @@ _ADVICE = (
 class _Computation:
     """Function from the sources of several leaves to a leaf.
 
-    Args:
-        leaves: The leaves.
-        fn: Maps their values to the value of the new leaf.
-        is_wide: True if jax may compute in 64 bits.
-        precision: How `fn` gets floats.
-        advice: If all leaves must have equal values: what to do if not.
-
-    Attributes:
-        is_wide: True if jax may compute in 64 bits.
-        equalities: Conditions to check when the leaf is computed.
+    `fn` maps the values of the leaves to the new value, with 64 bits if `is_wide`. With
+    `advice` on what to do if not, all leaves must have equal values.
     """
 
     def __init__(
@@ -247,21 +234,21 @@ def _count_differing(x: jax.Array, y: jax.Array) -> jax.Array:
 def require_equal(leaf: Leaf, others: Sequence[Leaf], advice: str = _ADVICE) -> Leaf:
     """Returns `leaf`, whose computation fails if the values of `others` differ.
 
-    Args:
-        leaf: An array, a number or PRNG keys.
-        others: Leaves of the same shape and type.
-        advice: What to do if they differ.
+    They must have the same shape and type.
     """
     if all(other.fn is leaf.fn and _have_same_sources(leaf, other) for other in others):
         return leaf
     leaves = [leaf, *others]
-    is_wide = any(_state.dtypes.is_wide(leaf.info.dtype) for leaf in leaves)
-    is_wide = is_wide or any(map(has_wide_fn, leaves))
+    is_wide = any(map(_is_wide, leaves))
     return dataclasses.replace(
         leaf,
         sources=tuple(source for leaf in leaves for source in leaf.sources),
         fn=_Computation(leaves, lambda first, *_: first, is_wide, advice=advice),
     )
+
+
+def _is_wide(leaf: Leaf) -> bool:
+    return _state.dtypes.is_wide(leaf.info.dtype) or has_wide_fn(leaf)
 
 
 def _have_same_sources(leaf: Leaf, other: Leaf) -> bool:
@@ -278,11 +265,7 @@ def equalities(leaf: Leaf) -> Sequence[Equality]:
 def unequal(
     differences: Iterable[tuple[Equality, int]],
 ) -> errors.OptionError | None:
-    """Returns an error for unmet conditions; None if all are met.
-
-    Args:
-        differences: Conditions, each with the number of elements that differ.
-    """
+    """Returns an error for conditions with elements that differ, or None."""
     faults = {
         (equality.path, equality.other): (
             f"{count:,} of {equality.size:,} elements",
@@ -318,12 +301,7 @@ class Programs:
         self._texts: dict[Hashable, str] = {}
 
     def __call__(self, leaf: Leaf, sources: Sequence[LeafInfo]) -> str:
-        """Returns the program of a computed leaf with stored sources.
-
-        Args:
-            leaf: The leaf.
-            sources: Its sources.
-        """
+        """Returns the program of a computed leaf with stored sources."""
         assert leaf.fn is not None, leaf.info.path
         forms = tuple((info.shape, info.dtype, info.prng_impl) for info in sources)
         key = _form_key(leaf), forms

@@ -68,7 +68,7 @@ class Faults:
             error = _util.memory.TooLargeError()
         if isinstance(error, _util.memory.TooLargeError):
             self._too_large = _util.memory.TooLargeError(*error.args)  # no traceback
-        self._reasons[path] = _short_message(error)
+        self._reasons[path] = short_message(error)
 
     def error(
         self, root: Path | str, advice: str = "Restore another step"
@@ -88,7 +88,7 @@ class Faults:
         return error
 
 
-def _short_message(error: Exception) -> str:
+def short_message(error: Exception) -> str:
     """Returns the message of an error, without TensorStore's spec."""
     text = str(error).split(" [tensorstore_spec", maxsplit=1)[0].split(" [source")[0]
     return " ".join(text.split())[:200]
@@ -98,11 +98,7 @@ def _short_message(error: Exception) -> str:
 
 
 def check_supported(leaves: Iterable[Leaf], root: Path | str) -> None:
-    """Raises an error that names all leaves with values that are not read.
-
-    Raises:
-        CheckpointFormatError: There are such leaves.
-    """
+    """Raises CheckpointFormatError with all leaves whose values are not read."""
     faults = [(leaf.info, why) for leaf in leaves if (why := leaf.unsupported)]
     if not faults:
         return
@@ -115,11 +111,7 @@ def check_supported(leaves: Iterable[Leaf], root: Path | str) -> None:
 
 
 def open_one(stored: StoredLeaf) -> ts.TensorStore:
-    """Opens a stored array, read-only, after the checks that TensorStore lacks.
-
-    Raises:
-        DamagedCheckpointError: The array is missing, or differs from its record.
-    """
+    """Opens a stored array, read-only, after the checks that TensorStore lacks."""
     try:
         return open_checked(stored, _storage.store_requests.context())
     except errors.StoreError:
@@ -135,13 +127,7 @@ def open_checked(
 ) -> ts.TensorStore:
     """Opens a stored array, read-only, and compares it with the record of its leaf.
 
-    Args:
-        stored: The leaf.
-        context: Of all arrays that are read together.
-        verify: Whether to make the checks of the leaf, too.
-
-    Raises:
-        ValueError, OSError: The array is missing, or differs.
+    If `verify`, makes the checks of the leaf, too. Raises ValueError or OSError.
     """
     assert stored.open is not None, stored
     _storage.store_requests.use_threads()
@@ -160,12 +146,9 @@ def open_checked(
 def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     """Reads leaves, each part that a local device needs exactly once.
 
-    Returns:
-        Wanted leaf path -> `jax.Array`, `numpy.ndarray` or Python number.
-
     Raises:
-        DamagedCheckpointError: Values are missing or fail their checksum. All
-            leaves at fault are named.
+        DamagedCheckpointError: Values are missing or fail their checksum. All leaves at
+            fault are named.
         RestoreMismatchError: Numbers are too large for the wanted types.
     """
     values: dict[LeafPath, Any] = {}
@@ -313,13 +296,7 @@ def _begin(
 
 
 def _from_store(job: ReadJob, context: ts.Context, *, verify: bool) -> Reading:
-    """Reads a leaf through TensorStore.
-
-    Args:
-        job: The leaf.
-        context: Of all arrays that are read together.
-        verify: Whether to make the checks of the leaf.
-    """
+    """Reads a leaf through TensorStore; if `verify`, makes its checks."""
     started: dict[Region, tuple[ts.Future[Any], Array]] = {}
     opened: list[ts.TensorStore] = []  # alive while it is read
 
@@ -357,13 +334,8 @@ def open_zarr(
 ) -> ts.Future[ts.TensorStore]:
     """Opens the zarr array `name` under `root`, read-only.
 
-    Args:
-        context: Shared by all arrays of a read.
-        root: The directory or the database with the arrays.
-        name: Name of the array.
-        version: Version of the zarr format, 2 or 3.
-        ocdbt: True if `root` is a database.
-        strict: True if a missing chunk is an error instead of zeros.
+    `root` is a database if `ocdbt`. If `strict`, a missing chunk is an error instead of
+    zeros.
     """
     spec: dict[str, JSON] = {
         "driver": "zarr3" if version == 3 else "zarr",
@@ -377,20 +349,12 @@ def open_zarr(
 
 
 def open_span(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
-    """Opens an array, read-only.
-
-    Args:
-        span: The array.
-        context: Context shared by all arrays read together.
-    """
+    """Opens an array in a byte range, read-only."""
 
     def read(domain: ts.IndexDomain, target: Array, _: Any) -> None:
         read_files.read_into(target, span, domain.origin)
 
-    promise: ts.Promise[ts.TensorStore]
-    future: ts.Future[ts.TensorStore]
-    promise, future = ts.Promise.new()
-    promise.set_result(
+    return completed_future(
         ts.virtual_chunked(
             read,
             dtype=ts.dtype(span.dtype),
@@ -401,7 +365,6 @@ def open_span(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
             context=context,
         )
     )
-    return future
 
 
 def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStore]:

@@ -60,10 +60,8 @@ _SMALL_BYTES = 2**20
 class Reading:
     """A read of a leaf in progress.
 
-    Args:
-        tasks: Tasks to run first, in any order and on any thread.
-        arrays: Returns the values after all tasks: region -> values. `result` raises
-            ValueError and OSError of `arrays` and of tasks.
+    Run `tasks` first, in any order and on any thread; `arrays` then returns the values.
+    `result` raises ValueError and OSError of both.
     """
 
     def __init__(
@@ -80,11 +78,7 @@ class Reading:
         self._arrays = arrays
 
     def result(self) -> Mapping[Region, Array]:
-        """Returns the values: region -> values.
-
-        Raises:
-            ValueError, OSError: Values are missing or damaged.
-        """
+        """Returns the values: region -> values."""
         if self._errors:
             raise self._errors[0]
         return self._arrays()
@@ -127,19 +121,13 @@ def small_gap(path: Path) -> int:
 
 
 class Database:
-    """A database, opened and checked.
+    """A database, opened and checked; `root` has checked links.
 
     Its small values are not read through TensorStore, which takes several times as
     long: they are in the index, or in files of the database, where values that are read
     together are mostly adjacent. `request` values, run the tasks of `reading`, and take
-    each from `value`. Large values have a `place`.
-
-    Args:
-        root: The directory of the database, with checked links.
-        sizes: Its files with values -> recorded bytes; None if not recorded.
-
-    Raises:
-        ValueError, OSError: The index is damaged, or cannot be read.
+    each from `value`. Large values have a `place`. `sizes` are the recorded bytes of
+    its files with values; None if not recorded.
     """
 
     def __init__(self, root: Path, sizes: Mapping[str, int] | None = None) -> None:
@@ -154,8 +142,7 @@ class Database:
     def find(self, key: str) -> Value:
         """Returns a value in the index, or the place of another.
 
-        Raises:
-            ValueError: The value is missing, or at a place that was not saved.
+        Raises ValueError for a missing value, or a place that was not saved.
         """
         found = self._index.find(key)
         if isinstance(found, Place) and self._sizes is not None:
@@ -182,11 +169,7 @@ class Database:
             self._checked.add(place.file)
 
     def place(self, key: str, size: int) -> Place:
-        """Returns the place of a value that is not in the index.
-
-        Raises:
-            ValueError: The value is missing, or does not have `size` bytes.
-        """
+        """Returns the place of a value of `size` bytes that is not in the index."""
         found = self.find(key)
         found_bytes = len(found) if isinstance(found, bytes) else found.size
         if isinstance(found, bytes) or found.size != size:
@@ -196,8 +179,7 @@ class Database:
     def request(self, key: str, max_bytes: int) -> None:
         """Requests a value; `value` must be called as often, as leaves share arrays.
 
-        Raises:
-            ValueError: The value is missing, or is larger than `max_bytes`.
+        Raises ValueError for a value that is missing, or larger than `max_bytes`.
         """
         found = self.find(key)
         if isinstance(found, bytes):
@@ -243,10 +225,8 @@ class Database:
     def value(self, key: str) -> bytes:
         """Returns a requested value after the tasks of `reading`.
 
-        It is shorter than in the index if its file ends too early.
-
-        Raises:
-            ValueError, OSError, MemoryError: The value cannot be read.
+        It is shorter than in the index if its file ends too early. Raises ValueError,
+        OSError or MemoryError.
         """
         value = self._read[key]
         self._uses[key] -= 1
@@ -273,15 +253,8 @@ class Databases:
     ) -> Database:
         """Returns the opened database.
 
-        Args:
-            root: The directory of the database.
-            checkpoint: The directory that links in the database must not leave.
-            check: Compares the database with its digests; raises ValueError, OSError.
-            sizes: Its files with values -> recorded bytes; None if not recorded.
-
-        Raises:
-            ValueError, OSError: The database has a link to the outside, has changed
-                since it was written, or is missing.
+        Raises ValueError or OSError if a link in the database leaves `checkpoint`, if
+        `check` finds that it has changed, or if it is missing.
         """
         opened = self._opened.get(root)
         if opened is None:
@@ -308,9 +281,8 @@ class Databases:
 def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
     """Compares the files of arrays below `root` with their digests.
 
-    Raises:
-        ValueError: A file has changed, or is larger than `max_bytes`.
-        OSError: A file is missing, or cannot be read.
+    Raises ValueError for a file that has changed, or is larger than `max_bytes`, and
+    OSError for one that is missing.
     """
 
     def check(name: str) -> None:
@@ -337,6 +309,9 @@ def from_files(
 ) -> Reading:
     """Reads `regions` of an array from files.
 
+    Raises ValueError or OSError for a file or a value that is missing or has the wrong
+    size.
+
     Args:
         raw: The array.
         form: The form of its chunks.
@@ -346,9 +321,6 @@ def from_files(
         dtype: Name of the type to return: the stored type, or one to cast to.
         memory_map: True to map files if possible without a copy.
         verify: True to compare chunks with their checksums.
-
-    Raises:
-        ValueError, OSError: A file or a value is missing or has the wrong size.
     """
     tasks: list[Callable[[], None]] = []
     check: Callable[[], None] | None = None
@@ -403,11 +375,7 @@ def _find_block(
     chunk: zarr_metadata.Chunk,
     database: Database | None,
 ) -> Block:
-    """Returns a chunk in its own file, or in a file of the database.
-
-    Raises:
-        ValueError: The database lacks the chunk, or it has another size.
-    """
+    """Returns a chunk in its own file, or in a file of the database."""
     if database is None:
         return _block(raw, form, chunk, raw.root / raw.name / chunk.key)
     key = zarr_metadata.database_key(raw.name, chunk.key)
@@ -497,11 +465,7 @@ def _fill(
 
 
 def is_small(raw: RawArray, form: ChunkForm, database: Database) -> bool:
-    """Returns True if an array in a database is read together with others.
-
-    Raises:
-        ValueError: The database lacks a value.
-    """
+    """Returns True if an array in a database is read together with others."""
     if form.nbytes <= _SMALL_BYTES:
         return True
     whole = zarr_metadata.chunks(zarr_metadata.whole(form.shape), form.chunk_shape)
@@ -520,9 +484,6 @@ def from_database(
     """Reads `regions` of an array from an open database.
 
     The tasks of `Databases.readings` must run before the result is taken.
-
-    Raises:
-        ValueError: The database lacks a value.
     """
     check = metadata_check(raw, form, database, verify=verify)
     verify = verify and not raw.has_digests  # digests cover the whole database
@@ -570,13 +531,9 @@ def metadata_check(
 ) -> Callable[[], None] | None:
     """Requests the metadata of an array in an open database.
 
-    Returns:
-        A function to call after the tasks of `Databases.readings`, which compares the
-        metadata with the recorded form, and raises ValueError if it differs; None if
-        it need not be compared.
-
-    Raises:
-        ValueError: The metadata is missing.
+    Returns a function to call after the tasks of `Databases.readings`, which raises
+    ValueError if the metadata differ from the recorded form; None if they need not be
+    compared.
     """
     if not verify or raw.has_digests:  # digests cover the whole database
         return None
@@ -593,15 +550,8 @@ def from_span(
 ) -> Reading:
     """Reads `regions` of an array from a byte range.
 
-    Args:
-        span: The array.
-        regions: The regions.
-        dtype: Name of the type to return: the stored type, or one to cast to.
-        memory_map: True to map the file if possible without a copy.
-
-    Raises:
-        OSError: The file has changed since its header was read.
-        TooLargeError: The memory is not free.
+    `dtype` is the stored type, or one to cast to. Raises OSError if the file has
+    changed since its header was read, and TooLargeError if the memory is not free.
     """
     may_map = memory_map and dtype == span.dtype
     mapped = map_values(span) if may_map else None
@@ -643,9 +593,8 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
     """Fills `target` with the elements of `span` from the index `origin` on.
 
-    Raises:
-        OSError: The file has changed since its header was read, or ends too early.
-        ValueError: An array of bools has other bytes than 0 and 1.
+    Raises OSError if the file has changed since its header was read, or ends too early,
+    and ValueError for bools with other bytes than 0 and 1.
     """
     # A few whole rows of the array, or a part of a row: few runs of bytes.
     outer = read_plan.outer_axes(span.shape, target.shape)
@@ -658,13 +607,9 @@ def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 def map_values(span: Span) -> Array | None:
-    """Maps the whole array, copy-on-write.
+    """Maps the whole array, copy-on-write; returns None if it cannot be mapped.
 
-    Returns:
-        The values, aligned for jax; None if they cannot be mapped.
-
-    Raises:
-        OSError: The file has changed since its header was read.
+    Raises OSError if the file has changed since its header was read.
     """
     if not span.is_replaced_only or span.pieces or span.is_big_endian:
         return None

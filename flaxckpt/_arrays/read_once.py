@@ -23,11 +23,7 @@ _MIN_PART_BYTES = 2**20
 
 
 def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
-    """Returns the jobs with replicated leaves split into a part per device.
-
-    Args:
-        jobs: Leaves to read, with the caller's shardings.
-    """
+    """Returns the jobs with replicated leaves split into a part per device."""
     divided = []
     for job in jobs:
         sharding = divided_sharding(job.wanted)
@@ -93,11 +89,7 @@ def gather(
     """Returns values with the caller's shardings, from values read in parts.
 
     All processes must call this function at the same point of the program, because
-    devices exchange the parts.
-
-    Args:
-        values: Leaf path -> value read.
-        jobs: The jobs before `divide`.
+    devices exchange the parts. `jobs` are those before `divide`.
     """
     parts = {
         job.wanted.path: job.wanted.sharding

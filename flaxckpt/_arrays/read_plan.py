@@ -38,12 +38,7 @@ _PART_BYTES = 8 * 2**20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReadJob:
-    """A leaf to read, with the form to return.
-
-    Attributes:
-        stored: The leaf in the checkpoint.
-        wanted: The type, sharding and kind of the returned value.
-    """
+    """A stored leaf to read, and the type, sharding and kind of the wanted value."""
 
     stored: StoredLeaf
     wanted: LeafInfo
@@ -166,9 +161,7 @@ class ChunkForm:
     def values(self, content: Bytes, region: Region) -> Array:
         """Returns the values of `region` in `content`.
 
-        Args:
-            content: Chunks along the first axis, from the first chunk of `region` on.
-            region: Region of the array.
+        `content` are chunks along the first axis, from the first chunk of `region` on.
         """
         if region == self.only_chunk:
             return content.view(self.dtype).reshape(self.shape)
@@ -182,14 +175,10 @@ class ChunkForm:
     def byte_ranges(
         self, regions: Sequence[Region], at_once: int, least_gap: int
     ) -> list[tuple[int, int]]:
-        """Returns the ranges of bytes of a chunk that cover regions in it.
+        """Returns the ranges of bytes of a chunk that cover regions of the array in it.
 
-        Ranges begin and end at multiples of `at_once`, or at the end of the chunk.
-
-        Args:
-            regions: Regions of the array within the chunk.
-            at_once: A number of bytes.
-            least_gap: Smaller gaps between the bytes of a region are included.
+        Ranges begin and end at multiples of `at_once`, or at the end of the chunk. Gaps
+        smaller than `least_gap` between the bytes of a region are included.
         """
         if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
             return [(0, self.chunk_bytes)]
@@ -286,8 +275,8 @@ class Span(NamedTuple):
         identity: Identity of the file when its header was read (see `Stamp`); a file
             changed since then is not read.
         is_big_endian: True if elements are big endian instead of little endian.
-        is_replaced_only: True if the file is never changed in place, so that it may
-            be mapped: only files that flaxckpt wrote.
+        is_replaced_only: True if the file is never changed in place, so that it may be
+            mapped: only files that flaxckpt wrote.
     """
 
     file: Path

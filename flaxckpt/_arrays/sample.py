@@ -38,14 +38,8 @@ _RUN = 256
 class Sampler:
     """Samples the arrays of a save while they are in host memory.
 
-    The size of the samples follows from the time that the save has taken so far.
-
-    Args:
-        share: Fraction of the time of the save to use.
-        clock: Seconds.
-
-    Attributes:
-        secs: Seconds spent.
+    The size of the samples follows from the time that the save has taken so far, of
+    which they may take the fraction `share`.
     """
 
     def __init__(
@@ -69,9 +63,7 @@ class Sampler:
     def add(self, arrays: Iterable[HostArray], prefix: str = "") -> None:
         """Samples the chosen arrays among `arrays`, which are in host memory.
 
-        Args:
-            arrays: The arrays.
-            prefix: Beginning of their names, which the arrays lack.
+        `prefix` is the beginning of their names, which the arrays lack.
         """
         began = self._clock()
         free = (began - self._began) * self._share - self.secs
@@ -97,11 +89,7 @@ class Sampler:
         return max(self.secs / self._values, _SECS_PER_VALUE / 10)
 
     def result(self, paths: Mapping[str, str]) -> dict[str, LeafSample]:
-        """Returns the samples: leaf path -> sample.
-
-        Args:
-            paths: Name of an array -> its leaf path.
-        """
+        """Returns the samples by leaf path; `paths` has that of each array's name."""
         return {paths[name]: sample for name, sample in self._samples.items()}
 
 

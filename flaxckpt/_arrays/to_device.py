@@ -21,18 +21,9 @@ _COPIED_BELOW = 2**16
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Assembles a leaf from its values.
+    """Assembles a wanted leaf from the stored values of regions of local devices.
 
-    Args:
-        blocks: Region needed by each local device -> stored values.
-        found: The stored leaf.
-        wanted: The leaf requested by the caller.
-
-    Returns:
-        A `jax.Array`, a `numpy.ndarray`, or a number.
-
-    Raises:
-        OverflowError: A number is too large for the wanted type.
+    Raises OverflowError if a number is too large for the wanted type.
     """
     if wanted.kind == "prng_key":
         [data] = blocks.values()

@@ -39,13 +39,11 @@ STAGED_BYTES = 256 * 2**20
 
 
 class HostShard(NamedTuple):
-    """A part of an array that this process writes.
+    """A part of an array that this process writes: a region, and its values.
 
-    Attributes:
-        region: Region in the whole array.
-        data: The values, in the type in memory. Never modified. A jax array belongs to
-            the snapshot alone; it is in host memory, or being transferred there. A copy
-            on a device is moved by `staged`.
+    The values have the type in memory, and are never modified. A jax array belongs to
+    the snapshot alone; it is in host memory, or being transferred there. A copy on a
+    device is moved by `staged`.
     """
 
     region: Region
@@ -100,7 +98,8 @@ def to_host(
     A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
     donated array new memory instead of overwriting the old. Arrays on accelerators are
     copied, all at once; see `_copy`. A numpy array is copied, because its owner may
-    change the array in place.
+    change the array in place. Raises UnsupportedLeafError for a leaf that is abstract,
+    donated or deleted.
 
     Args:
         leaves: Arrays with parts that this process may write.
@@ -108,9 +107,6 @@ def to_host(
         memory: Memory for the copies of arrays on accelerators: "device" copies them
             there if the memory suffices, also on the CPU; "auto" if a step then still
             has enough.
-
-    Raises:
-        UnsupportedLeafError: A leaf is abstract, donated or deleted.
     """
     views = memory != "device"
     faults: dict[LeafPath, str] = {}
@@ -158,10 +154,8 @@ def staged(
     """Yields all arrays in batches, in host memory until the next batch is asked for.
 
     Arrays on devices are moved in batches of at most `max_bytes`, or of one array. The
-    next batch is moved while the caller works. Others are a single batch.
-
-    Raises:
-        RuntimeError: The values on a device are the result of a failed computation.
+    next batch is moved while the caller works. Others are a single batch. Raises
+    RuntimeError if the values on a device are the result of a failed computation.
     """
     arrays = list(arrays)
     values = [shard.data for array in arrays for shard in array.shards]
@@ -198,13 +192,8 @@ def release(arrays: Iterable[HostArray]) -> None:
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
     """Assigns replicated arrays to replicas, to balance bytes among processes.
 
-    Args:
-        leaves: All arrays of a state, the same in all processes.
-        processes: Number of processes.
-
-    Returns:
-        Name of an array -> place of the writing replicas in their groups, if not 0; see
-        `_zarr.writer_assignment`.
+    `leaves` are all arrays of a state, the same in all processes. Returns the places,
+    if not 0, of the writing replicas in their groups; see `_zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
     assigned = _assign(tasks, processes)
@@ -261,10 +250,9 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
 def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
     """Starts transfers of arrays of one device each to the host, all concurrently.
 
-    Returns:
-        Copies in pinned host memory, and True. If the backend has no such memory, or
-        not enough, the arrays with their transfers in progress, and False. `np.asarray`
-        waits in both cases.
+    Returns copies in pinned host memory, and True. If the backend has no such memory,
+    or not enough, the arrays with their transfers in progress, and False. `np.asarray`
+    waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
@@ -382,13 +370,8 @@ def _parts_to_write(
 ) -> tuple[HostShard, ...]:
     """Returns the parts of an array that this process writes; none for size 0.
 
-    The values of arrays on accelerators stay there, as jax arrays.
-
-    Args:
-        info: The array.
-        value: Its values.
-        place: Place of the writing replicas in their groups.
-        views: Whether arrays on the CPU are viewed.
+    The values of arrays on accelerators stay there, as jax arrays; those on the CPU are
+    viewed if `views`. `place` is that of the writing replicas in their groups.
     """
     if info.kind == "prng_key":
         value = jax.random.key_data(value)
@@ -415,13 +398,7 @@ def _parts_to_write(
 
 
 def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:
-    """Returns the number of a shard in its array, in C order.
-
-    Args:
-        shard: The shard.
-        shape: Shape of the array.
-        grid: Number of shards along each axis.
-    """
+    """Returns the number of a shard in its array, in C order, on a grid of shards."""
     number = 0
     for (start, _), size, count in zip(
         region_of(shard.index, shape), shape, grid, strict=True

@@ -44,18 +44,10 @@ def write(
 ) -> Written:
     """Writes the files of a database of zarr arrays, except its index.
 
-    `make_index` makes the index after all processes have written.
-
-    Args:
-        root: A directory without arrays of these names.
-        arrays: The arrays to write. Arrays on devices are moved to the host in batches,
-            and their memory is freed.
-        options: How they are written.
-        observe: Called with the arrays of each batch after the write, while they are in
-            host memory; None for no call.
-
-    Raises:
-        OSError, ValueError: An array could not be written.
+    `make_index` makes the index after all processes have written. Arrays on devices are
+    moved to the host in batches, and their memory is freed; `observe` is called with
+    the arrays of each batch after the write, while they are in host memory. Raises
+    OSError or ValueError if an array could not be written.
     """
     at_once = min(options.max_concurrent_bytes, to_host.STAGED_BYTES)
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:

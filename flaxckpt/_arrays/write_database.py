@@ -57,9 +57,8 @@ class FileSizes(NamedTuple):
 def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
     """Returns the sizes of the files of a database.
 
-    Args:
-        total_bytes: Bytes of all arrays of the checkpoint, of all processes.
-        in_store: Whether the files are objects, which are sent as a whole.
+    `total_bytes` are those of all arrays of the checkpoint, of all processes. Objects
+    in a store are sent as a whole.
     """
     own = max(_OWN_FILE_BYTES, total_bytes // _LARGE_FILES)
     if in_store:
@@ -133,9 +132,10 @@ class DatabaseWriter:
             for number, array in by_number.items()
             for part in encode.parts(array)
         )
+        sized = ((piece, piece.nbytes) for piece in pieces)
         encoding = self._options.encoding
         at_once = min(self._options.max_concurrent_bytes, encode.ENCODED_AT_ONCE)
-        for batch in _util.memory.batches(encode.sized(pieces), at_once):
+        for batch in _util.memory.batches(sized, at_once):
             with _storage.paths.new_memory() as memory:
                 encode.write_encoded(memory, batch, encoding, self._options.report)
                 chunks = [
@@ -279,12 +279,7 @@ class _Stored(NamedTuple):
 
 
 class _DataFile(NamedTuple):
-    """A file of a database.
-
-    Attributes:
-        path: Its path in the database.
-        chunks: The chunks, each with its offset in bytes.
-    """
+    """A file of a database, with its chunks at offsets in bytes."""
 
     path: str
     chunks: list[tuple[int, _Stored]]
@@ -324,23 +319,14 @@ def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
 
 
 class IndexFiles(NamedTuple):
-    """The index of a database, to be written.
-
-    Attributes:
-        files: The files to write: name -> content; none without values.
-        sizes: The files with the values -> bytes.
-    """
+    """The files of a database's index, if any, and the bytes of files with values."""
 
     files: dict[str, bytes]
     sizes: dict[str, int]
 
 
 def make_index(values: Mapping[bytes, Value]) -> IndexFiles:
-    """Returns the index of a database, to be written after all other files.
-
-    Args:
-        values: The values that the writers have returned.
-    """
+    """Returns the index of a database, to be written after all other files."""
     if not values:
         return IndexFiles({}, {})
     sizes: dict[str, int] = {}

@@ -49,12 +49,7 @@ class Previous(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What was written.
-
-    Attributes:
-        checksums: The checksums of chunks and of their segments.
-        values: The values of the database, for `make_index`.
-    """
+    """The checksums of chunks, and the values of the database, for `make_index`."""
 
     checksums: Checksums
     values: dict[bytes, Value]

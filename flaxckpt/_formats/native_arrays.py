@@ -150,8 +150,7 @@ def array_forms(
         except PermissionError:
             raise
         except (ValueError, KeyError, TypeError, OSError, errors.CheckpointError) as e:
-            message = str(e).split(" [tensorstore_spec")[0].split(" [source")[0]
-            faults[name] = message[:200]
+            faults[name] = _arrays.read.short_message(e)
     if faults:
         raise plain.unreadable_error(item, faults)
     return forms, blosc
