@@ -7,7 +7,7 @@ there, and a mapping may get further keys. All other containers have fixed place
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _state
@@ -118,7 +118,7 @@ class _Places:
         """Returns the place of a leaf at a key that a container lacks."""
         objects = self._flat.objects
         at = "/".join(parts)
-        if not any(_is_inside(at, above) for above in objects):
+        if not any(_state.tree.is_inside(at, above) for above in objects):
             return _Place(at, "lacking" if node.is_open else "none", node)
         empty = _state.flax_state.empty_attribute(objects, path)
         if empty is None:
@@ -151,7 +151,7 @@ class _Places:
         """
         role = info.role
         optimizer = _optimizer_above(path) if role is None else role.optimizer
-        if _is_inside(optimizer, place.path) and (
+        if _state.tree.is_inside(optimizer, place.path) and (
             place.kind != "none" or self._class_at(optimizer) is None
         ):
             return place  # the whole optimizer
@@ -178,7 +178,7 @@ class _Places:
         """Returns the class of the container at a path of the wanted state."""
         node = _state.tree.node_at(self._flat.structure, path)
         for keys, structure in self._flat.optimizer_states:  # their classes are known
-            if _is_inside(path, above := _state.tree.join(keys)):
+            if _state.tree.is_inside(path, above := _state.tree.join(keys)):
                 below = path[len(above) :].lstrip("/")
                 node = _state.tree.node_at(structure, below)
         if not isinstance(node, _state.tree.Node):
@@ -190,10 +190,6 @@ def _optimizer_above(path: LeafPath) -> LeafPath:
     """Returns the path of the `opt_state` around a leaf."""
     parts = path.split("/")
     return "/".join(parts[: parts.index(_OPT_STATE) + 1])
-
-
-def _is_inside(path: LeafPath, above: LeafPath) -> bool:
-    return not above or f"{path}/".startswith(f"{above}/")
 
 
 # ---- the containers with the leaves --------------------------------------------------
@@ -233,9 +229,9 @@ def grow(
     for place in first:
         new = _state.tree.node_at(structure, place)
         assert new is not None, place
-        for name in _class_names(new):
-            if name in stored.unknown_types:
-                unknown[place] = name
+        for _, node in _state.tree.containers(new):
+            if node.type in stored.unknown_types:
+                unknown[place] = node.type
         if _state.flax_state.empty_attribute(flat.objects, place) and (
             _state.tree.node_at(flat.structure, place) is None
         ):
@@ -315,11 +311,3 @@ def _extended(
         return mapping
 
     return build
-
-
-def _class_names(node: _Structure) -> Iterator[str]:
-    if isinstance(node, str):
-        return
-    yield node.type
-    for child in node.children:
-        yield from _class_names(child)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _state, _util
@@ -250,11 +250,11 @@ class OptimizerMatcher:
         wrappers = {above for place in known for above in _state.tree.prefixes(place)}
         return {
             path: _state.optax_containers.class_name(node)
-            for path, node in _containers(self._structure, ())
-            if not _state.optax_containers.is_plain(node)
+            for keys, node in _state.tree.containers(self._structure)
+            if (path := _state.tree.join(keys)) not in wrappers
+            and not _state.optax_containers.is_plain(node)
             and not _state.optax_containers.is_gone(node.type)
             and next(_state.optax_containers.leaves(node), None) is not None
-            and path not in wrappers
             and known.isdisjoint((path, *_state.tree.prefixes(path)))
         }
 
@@ -313,7 +313,8 @@ class OptimizerMatcher:
             if path not in self._classes
             and known.isdisjoint((path, *_state.tree.prefixes(path)))
         )
-        for path, node in _containers(self._structure, ()):
+        for keys, node in _state.tree.containers(self._structure):
+            path = _state.tree.join(keys)
             if path in known and _state.optax_containers.is_gone(node.type):
                 unnamed[path] = None
                 children[path] = {str(key.name) for key in node.keys}
@@ -654,13 +655,3 @@ def place_of_state(info: LeafInfo) -> LeafPath | None:
 def _tail(role: Role) -> LeafPath:
     """Returns the path of a leaf relative to the transform's state."""
     return f"{role.field}/{role.param}" if role.param else role.field
-
-
-def _containers(
-    node: _state.tree.Node | LeafPath, keys: tuple[_state.tree.Key, ...]
-) -> Iterator[tuple[LeafPath, _state.tree.Node]]:
-    if isinstance(node, str):
-        return
-    yield _state.tree.join(keys), node
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield from _containers(child, keys if node.is_box else (*keys, key))

@@ -580,8 +580,9 @@ class _Planner:
         Such a leaf is restored whole, or it would be another leaf.
         """
         return tuple(
-            f"{path}/" if path else ""
-            for path in _state.tree.leaf_type_paths(self._flat.structure)
+            f"{_state.tree.join(keys)}/" if keys else ""
+            for keys, node in _state.tree.containers(self._flat.structure)
+            if node.leaf_type is not None
         )
 
     def _settle_unused(self) -> None:

@@ -68,9 +68,7 @@ def as_words(array: jax.Array) -> jax.Array:
 def count_flips(a: _Array, b: _Array) -> _Array | None:
     """Returns the number of different bits of each element; None if all are equal.
 
-    Args:
-        a: An array.
-        b: An array of the same shape and dtype.
+    Both arrays have the same shape and dtype.
     """
     x, y = _as_bytes(a), _as_bytes(b)
     if np.array_equal(x, y):

@@ -17,9 +17,7 @@ FIELD = "value"
 class JaxKey(NamedTuple):
     """A key in the path of a leaf, as jax and Orbax name the leaf.
 
-    Attributes:
-        key: The key.
-        is_field: True for the field of a box, which the leaf path lacks.
+    `is_field` is True for the field of a box, which the leaf path lacks.
     """
 
     key: tree.Key
@@ -53,17 +51,12 @@ def _find(
         _find(child, (*keys, key), deeper, found)
 
 
-def find_named(
-    node: tree.Node | LeafPath, keys: tuple[tree.Key, ...] = ()
-) -> Iterator[LeafPath]:
+def find_named(structure: tree.Node | LeafPath) -> Iterator[LeafPath]:
     """Yields the path of each box of Flax whose field is part of leaf paths."""
-    if isinstance(node, str):
-        return
-    names = [key.name for key in node.keys]
-    if node.type.startswith("flax.") and names == [FIELD] and not node.is_box:
-        yield tree.join(keys)
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield from find_named(child, keys if node.is_box else (*keys, key))
+    for keys, node in tree.containers(structure):
+        names = [key.name for key in node.keys]
+        if node.type.startswith("flax.") and names == [FIELD] and not node.is_box:
+            yield tree.join(keys)
 
 
 def with_boxes(table: LeafTable, structure: tree.Node | LeafPath) -> LeafTable:

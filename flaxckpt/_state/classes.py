@@ -33,11 +33,7 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 def resolver(types: Sequence[type] = ()) -> Resolve:
     """Returns a function that finds the builder of a class by its stored name.
 
-    Args:
-        types: The caller's own classes that may be built.
-
-    Raises:
-        OptionError: `types` is not a list of classes.
+    `types` are the caller's own classes that may be built.
     """
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
@@ -117,11 +113,7 @@ def _own_builder(cls: Any) -> Build:
 
 
 def _unflatten(cls: type, aux: Any, children: list[Any]) -> Any:
-    """Returns an instance of a class that is registered as a pytree.
-
-    Raises:
-        ValueError: The class is not registered.
-    """
+    """Returns an instance of a class that is registered as a pytree."""
     pytree: Any = jax.tree_util.PyTreeDef
     make = getattr(pytree, "from_node_data_and_children", None)
     make = make or pytree.make_from_node_data_and_children  # older jax
@@ -184,10 +176,8 @@ def _dataclass(
     """Builds an instance; fields that were not saved have their defaults, or None.
 
     A warning names them, unless `warned` has the field: the class may be newer than the
-    checkpoint. As in jax, `__init__` is called only if it takes the fields.
-
-    Raises:
-        ValueError: A name is not a field.
+    checkpoint. As in jax, `__init__` is called only if it takes the fields. Raises
+    ValueError for a name that is not a field.
     """
     if not treedef.has_fields(cls, [*children, *static]):
         raise ValueError("its fields have changed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from flaxckpt import errors
@@ -18,15 +18,8 @@ def build(
     """Returns the containers of a table that transforms have changed.
 
     A container keeps the class of the container at its place if the keys are the same.
-    Others become dicts, or lists if all items of a list are present.
-
-    Args:
-        structure: Containers of the old table.
-        old: The table before.
-        table: The table after.
-
-    Raises:
-        OptionError: The table is empty.
+    Others become dicts, or lists if all items of a list are present. `structure` has
+    the containers of the table before, `old`. Raises OptionError for an empty table.
     """
     if table.keys() == old.keys():
         return structure
@@ -38,11 +31,13 @@ def build(
 def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | LeafPath:
     """Returns the containers of the leaves in a table; see `build`.
 
-    Args:
-        structure: Containers of the leaves, and of more leaves.
-        table: The table, with at least one leaf.
+    `structure` has the containers of these and of more leaves.
     """
-    empties = dict(_empty_nodes(structure, ()))
+    empties = {
+        tree.join(keys): node
+        for keys, node in tree.containers(structure)
+        if not node.children
+    }
     root: _Parts = {}
     for path, leaf in table.items():
         part = (
@@ -62,17 +57,6 @@ def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | Leaf
 
 _Parts: TypeAlias = "dict[str, tuple[tree.Key, _Parts | tree.Node | LeafPath]]"
 """Children by the last part of their paths, each with its key."""
-
-
-def _empty_nodes(
-    node: tree.Node | LeafPath, keys: tuple[tree.Key, ...]
-) -> Iterator[tuple[LeafPath, tree.Node]]:
-    if isinstance(node, str):
-        return
-    if not node.children:
-        yield tree.join(keys), node
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield from _empty_nodes(child, keys if node.is_box else (*keys, key))
 
 
 def _find_empty_node(

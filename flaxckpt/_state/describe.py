@@ -27,8 +27,7 @@ _SURROGATES = (
 def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     """Returns the leaf info of a leaf of a concrete or abstract state.
 
-    Returns:
-        The leaf info, or a description of a value that cannot be stored.
+    Or a description of a value that cannot be stored.
     """
     keys, value, is_empty = leaf
     if is_empty:

@@ -71,11 +71,7 @@ _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 def check(dtype_name: str) -> str:
-    """Returns `dtype_name` if leaves of such a type can be stored.
-
-    Raises:
-        OptionError: Leaves of such a type cannot be stored.
-    """
+    """Returns `dtype_name`; raises OptionError if such leaves cannot be stored."""
     if dtype_name not in _STORED_AS_IS and dtype_name not in STORED_AS_BYTES:
         raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
     return dtype_name
@@ -96,11 +92,7 @@ def stored_name(dtype_name: str) -> str | None:
 
 
 def item_size(dtype_name: str) -> int:
-    """Returns the bytes per element in memory.
-
-    Raises:
-        OptionError: Leaves of such a type cannot be stored.
-    """
+    """Returns the bytes per element in memory."""
     return max(8, _value_bits(check(dtype_name))) // 8
 
 

@@ -30,11 +30,9 @@ _MAX_STATIC_BYTES = 32 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A flattened pytree.
+    """A flattened pytree: its leaves, empty containers included, and its containers.
 
-    Attributes:
-        leaves: Leaf path -> leaf, in the order of the tree, empty containers included.
-        structure: The containers; a bare leaf path if the tree is a leaf.
+    The structure is a bare leaf path if the tree is a leaf.
     """
 
     leaves: dict[LeafPath, TreeLeaf]
@@ -51,13 +49,6 @@ def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
 
     Call this before jax flattens a user's tree: a `RecursionError` inside jax leaves
     Python with less stack for the rest of the program.
-
-    Args:
-        tree: Any pytree.
-        is_leaf: Returns True for a node that counts as a leaf.
-
-    Raises:
-        LeafNameError: Names the container or the leaf.
     """
     leaf_types: set[type] = set()
     level = {id(tree): tree}
@@ -116,14 +107,8 @@ def _find_fault(
 ) -> tuple[tuple[Key, ...], tuple[Key, ...] | None] | None:
     """Returns the keys of a node that is its own ancestor, and the ancestor's keys.
 
-    For a node that is too deep, returns its keys and None.
-
-    Args:
-        node: The node to search.
-        keys: The keys of the node.
-        above: The containers above the node: `id` -> keys.
-        done: Containers that are not in a cycle.
-        is_leaf: Returns True for a node that counts as a leaf.
+    For a node that is too deep, returns its keys and None. `above` has the keys of the
+    containers above the node by `id`; containers in `done` are in no cycle.
     """
     if id(node) in done:
         return None
@@ -146,9 +131,8 @@ def _find_fault(
 def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     """Splits `tree` into named leaves and a description of its containers.
 
-    Args:
-        tree: Any pytree. A dictionary keeps its order and its integer keys.
-        boxes: Classes that wrap a single value, absent from leaf paths.
+    A dictionary keeps its order and its integer keys. Values of the classes in `boxes`,
+    which wrap a single value, are absent from leaf paths.
 
     Raises:
         LeafNameError: Two leaves have the same path, a key is neither str nor int, or
@@ -165,10 +149,9 @@ def walk(
     *,
     boxes: tuple[type, ...] = (),
 ) -> Node | LeafPath:
-    """Passes each leaf to `enter` and returns only the structure.
+    """Passes each leaf to `enter` and returns only the structure; see `flatten`.
 
-    Raises:
-        LeafNameError, UnsupportedLeafError: As for `flatten`; leaves may be missing.
+    After an error, leaves may be missing.
     """
     # Most keys recur, in a parameter and its moments, so share the objects.
     make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
@@ -260,9 +243,6 @@ def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -
     """Raises UnsupportedLeafError if static fields exceed the limit on text.
 
     Also for text that JSON would not return unchanged.
-
-    Raises:
-        UnsupportedLeafError: Names the field.
     """
     [total] = walker.static_bytes
     for name, field in static.items():
@@ -290,8 +270,7 @@ _SHORT = 1000
 def _static_bytes(field: JSON) -> int:
     """Estimates the size of a static field as JSON; exact for long strings.
 
-    Raises:
-        ValueError: JSON would return another text.
+    Raises ValueError if JSON would return another text.
     """
     if isinstance(field, str):
         _util.json_limits.check_text(field, "it")
@@ -312,11 +291,7 @@ class _Parts(NamedTuple):
 
 
 def _take_leaf(value: Any, make_key: Callable[[Any, Any], Key]) -> _Parts | None:
-    """Splits a leaf of a registered class into parts; None for another value.
-
-    Raises:
-        LeafTypeError: The parts are unknown.
-    """
+    """Splits a leaf of a registered class into parts; None for another value."""
     leaf = leaf_types.take(value)
     if leaf is None:
         return None

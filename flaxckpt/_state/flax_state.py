@@ -61,8 +61,8 @@ class FlatState:
             optax's own classes, which an `nnx.State` lacks.
         repeated: Path of a variable -> its path in an earlier branch, if each branch
             has all of its variables.
-        attributes: Leaf path of an empty attribute of an NNX object -> the structure
-            of its new value.
+        attributes: Leaf path of an empty attribute of an NNX object -> the structure of
+            its new value.
     """
 
     table: LeafTable
@@ -93,14 +93,9 @@ class FlatState:
     ) -> PyTree:
         """Returns a state of the same classes with other values.
 
-        Args:
-            values: Leaf path -> value.
-            in_parts: True to leave leaves of registered classes in parts, for values
-                from which they cannot be built.
-
-        Raises:
-            UnbuiltLeavesError: Leaves of registered classes cannot be built.
-            UnequalVariablesError: The values of a shared variable differ.
+        `in_parts` leaves leaves of registered classes in parts, for values from which
+        they cannot be built. Raises UnbuiltLeavesError, or UnequalVariablesError if the
+        values of a shared variable differ.
         """
         make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
         return self.restore_objects(
@@ -115,8 +110,7 @@ class FlatState:
 class UnequalVariablesError(Exception):
     """Variables that objects share, with different values in their branches.
 
-    Attributes:
-        variables: Path of a variable -> its path in an earlier branch.
+    `variables`: path of a variable -> its path in an earlier branch.
     """
 
     def __init__(self, variables: Mapping[LeafPath, LeafPath]) -> None:
@@ -132,12 +126,10 @@ def flatten(
 ) -> FlatState:
     """Returns the leaf table of a concrete or abstract state.
 
-    Args:
-        state: The state.
-        whole_branches: True to repeat NNX variables in each top-level branch that has
-            them, so that each branch can be restored alone. Otherwise, a variable that
-            objects share is a leaf of the first object.
-        task: What the caller does to the state, for messages.
+    With `whole_branches`, NNX variables are repeated in each top-level branch that has
+    them, so that each branch can be restored alone. Otherwise, a variable that objects
+    share is a leaf of the first object. `task` is what the caller does to the state,
+    for messages.
 
     Raises:
         UnsupportedLeafError: Leaves cannot be saved; the error lists all of them.
@@ -184,11 +176,7 @@ def flatten(
 
 
 def check_state(state: PyTree) -> None:
-    """Raises OptionError for a function, class or linen module passed as the state.
-
-    Raises:
-        OptionError: `state` is a function, class or linen module.
-    """
+    """Raises OptionError for a function, class or linen module passed as the state."""
     if not callable(state) or is_object(state) or isinstance(state, jax.Array):
         return
     if leaf_types.is_leaf(state):
@@ -247,14 +235,7 @@ def _is_nnx_optimizer(node: object) -> bool:
 
 
 class _Split(NamedTuple):
-    """A state without NNX objects.
-
-    Attributes:
-        tree: The state, with an `nnx.State` in place of each object.
-        restore_objects: The inverse of splitting the objects; see `FlatState`.
-        repeated: See `FlatState`.
-        objects: See `FlatState`.
-    """
+    """A state with an `nnx.State` in place of each NNX object; see `FlatState`."""
 
     tree: PyTree
     restore_objects: Callable[[PyTree, Mapping[LeafPath, Any]], PyTree]
@@ -350,7 +331,8 @@ def empty_attribute(
     Empty are None and containers without children. None is returned for a path outside
     of `objects`, and for an attribute that has a value or does not exist.
     """
-    above = max((at for at in objects if _is_above(at, path)), key=len, default=None)
+    around = (at for at in objects if state_tree.is_inside(path, at))
+    above = max(around, key=len, default=None)
     if above is None:
         return None
     node, done = objects[above], above
@@ -364,10 +346,6 @@ def empty_attribute(
     return (done, node) if is_empty and done != above else None
 
 
-def _is_above(above: LeafPath, path: LeafPath) -> bool:
-    return not above or f"{path}/".startswith(f"{above}/")
-
-
 def _next_part(above: LeafPath, path: LeafPath) -> LeafPath:
     return path[len(above) :].lstrip("/").partition("/")[0]
 
@@ -377,7 +355,7 @@ def _set_attributes(
 ) -> None:
     """Sets attributes of NNX objects: leaf path -> value."""
     for path, value in attributes.items():
-        at = max((at for at in objects if _is_above(at, path)), key=len)
+        at = max((at for at in objects if state_tree.is_inside(path, at)), key=len)
         node, outer = objects[at], path.rpartition("/")[0]
         while at != outer:
             name = _next_part(at, path)
@@ -391,12 +369,8 @@ def flatten_around_objects(
 ) -> tuple[list[Any], Any]:
     """Flattens a state with each NNX object as a leaf; returns leaves and treedef.
 
-    Args:
-        state: Any pytree.
-        and_variables: True to make NNX variables outside of objects leaves as well.
-
-    Raises:
-        TypeError, ValueError: jax cannot flatten the state.
+    With `and_variables`, NNX variables outside of objects are leaves as well. Raises
+    TypeError or ValueError if jax cannot flatten the state.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -411,13 +385,9 @@ def _shared_variables(
 ) -> dict[int, int | tuple[Any, ...]]:
     """Returns the NNX variables outside of objects that occur twice in the state.
 
-    Args:
-        nodes: The leaves of a state, including objects and variables.
-        places: Indices of the objects in `nodes`.
-
-    Returns:
-        Index of a variable -> its first index in `nodes`; or, for a variable of an
-        object, its path from the list of all objects.
+    `nodes` are the leaves of the state, with objects at `places`. Index of a variable
+    -> its first index in `nodes`; or, for a variable of an object, its path from the
+    list of all objects.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -449,15 +419,10 @@ def _share_variables(
     objects: Sequence[Any],
     shared: Mapping[int, int | tuple[Any, ...]],
 ) -> None:
-    """Restores the sharing of variables, unless their values differ.
+    """Restores the sharing of variables in `leaves`, unless their values differ.
 
     Values differ if the checkpoint was saved from a state without the sharing, such as
     an average that starts as a view of the parameters.
-
-    Args:
-        leaves: The leaves of a state; changed in place.
-        objects: The objects of the state.
-        shared: The result of `_shared_variables`.
     """
     if not shared:
         return
@@ -485,9 +450,6 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
     """Raises LeafNameError if a container of an NNX object contains itself.
 
     Objects may contain themselves.
-
-    Raises:
-        LeafNameError: Names the container.
     """
     seen: set[int] = set()
     waiting = list(objects.values())
@@ -547,12 +509,8 @@ def _repeat_variables(
 ) -> tuple[Any, dict[_GraphPath, _GraphPath]]:
     """Adds variables that objects of an earlier branch share to the other branches.
 
-    Args:
-        state: The state.
-        states: The states of all objects, with each variable once.
-
-    Returns:
-        The states, and the paths of the added variables -> their first paths.
+    Returns the states of all objects, and the paths of the added variables -> their
+    first paths.
     """
     nnx = loaded_nnx()
     values = dict(nnx.to_flat_state(states))
@@ -579,9 +537,8 @@ def _drop_repeated(
 ) -> tuple[Any, list[_GraphPath]]:
     """Removes variables that `_repeat_variables` has added.
 
-    Returns:
-        The states, and the paths of the removed variables with other values than the
-        first.
+    Returns the states, and the paths of the removed variables with other values than
+    the first.
     """
     if not repeated:
         return states, []
@@ -689,14 +646,7 @@ def eval_shape(init: Callable[..., PyTree], *args: Any) -> PyTree:
 
 
 class OptimizerPart(NamedTuple):
-    """An optimizer in a state, with its parameters.
-
-    Attributes:
-        state_keys: Keys of the optimizer state.
-        init: Creates the optimizer state from the parameters.
-        params_keys: Keys of the parameters.
-        params: The parameters.
-    """
+    """An optimizer in a state; `init` makes its state from its parameters."""
 
     state_keys: Keys
     init: Callable[[PyTree], PyTree]

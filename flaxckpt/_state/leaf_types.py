@@ -20,13 +20,7 @@ Parts = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafType:
-    """A registered class of leaves.
-
-    Attributes:
-        cls: The class.
-        to_arrays: Returns the parts of a leaf.
-        from_arrays: Returns the leaf with these parts.
-    """
+    """A registered class of leaves; see `register_leaf`."""
 
     cls: type
     to_arrays: Callable[[Any], Parts]
@@ -58,11 +52,7 @@ class LeafTypeError(Exception):
 
 
 class UnbuiltLeavesError(Exception):
-    """Leaves that cannot be built from their parts.
-
-    Attributes:
-        leaves: Leaf path -> leaf type, parts and the reason.
-    """
+    """Leaves that cannot be built: leaf path -> leaf type, parts and the reason."""
 
     def __init__(
         self, leaves: Mapping[LeafPath, tuple[LeafType, Parts, LeafTypeError]]
@@ -104,11 +94,7 @@ def is_leaf(value: object) -> bool:
 
 
 def take(leaf: object) -> LeafParts | None:
-    """Returns a leaf in parts; None for a leaf of no registered class.
-
-    Raises:
-        LeafTypeError: The parts are unknown.
-    """
+    """Returns a leaf in parts; None for a leaf of no registered class."""
     if isinstance(leaf, LeafParts):
         return leaf
     leaf_type = _by_class.get(type(leaf))
@@ -133,11 +119,7 @@ def take(leaf: object) -> LeafParts | None:
 
 
 def build(leaf_type: LeafType, parts: Parts) -> Any:
-    """Returns the leaf with these parts.
-
-    Raises:
-        LeafTypeError: `from_arrays` does not accept the parts.
-    """
+    """Returns the leaf with these parts, or raises LeafTypeError."""
     try:
         leaf = leaf_type.from_arrays(parts)
     except Exception as error:

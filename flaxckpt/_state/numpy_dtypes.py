@@ -19,11 +19,7 @@ def name(dtype: Any) -> str:
 
 @functools.cache
 def to_numpy(dtype_name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype called `dtype_name`.
-
-    Raises:
-        OptionError: Leaves of such a type cannot be stored.
-    """
+    """Returns the numpy dtype called `dtype_name`."""
     dtypes.check(dtype_name)
     return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
 
@@ -52,9 +48,6 @@ def check_bools(array: np.ndarray[Any, Any]) -> None:
     """Raises ValueError for bytes other than 0 and 1 in an array of bools.
 
     numpy treats other bytes as true; the behaviour of jax depends on the compiled code.
-
-    Raises:
-        ValueError: The array holds such bytes.
     """
     if array.dtype == np.bool_ and array.size:
         largest = int(array.view(np.uint8).max())

@@ -28,8 +28,8 @@ class LeafFacts(NamedTuple):
         place: Path of the state.
         skip: Length of the start of a leaf's path that ends with the field.
         optimizer: Path of the whole optimizer's state.
-        group: Path of the container that holds this optimizer and others beside it;
-            the optimizer's own path if it is alone.
+        group: Path of the container that holds this optimizer and others beside it; the
+            optimizer's own path if it is alone.
         seat: Path of the element of `optimizer` with the leaf, if `optimizer` may be a
             tuple of several optimizers; else empty.
     """
@@ -84,12 +84,8 @@ def find_facts(
     """Returns the facts about all leaves of optimizer states, by leaf path.
 
     An optimizer state is the state of an optax transform, a tuple of such states, or
-    any tree below a key `opt_state`.
-
-    Args:
-        structure: Of a state.
-        optimizer_states: Keys and structure of optimizer states without classes in
-            `structure`, each of a single optimizer.
+    any tree below a key `opt_state`. `optimizer_states` are the keys and structures of
+    those without classes in `structure`, each of a single optimizer.
     """
     return _Roles(structure).all(optimizer_states)
 
@@ -102,15 +98,8 @@ def trusted_roles(
     flaxckpt 0.1.0 recorded the parameters' own classes as states of transforms, and
     several optimizers in a tuple as a single optimizer. Containers are recorded with
     their classes and are therefore more reliable, except where classes are lost (in NNX
-    optimizers, or by a transform).
-
-    Args:
-        structure: The containers as recorded.
-        recorded: Leaf path -> recorded role.
-
-    Returns:
-        Leaf path -> role, for leaves with a wrong recorded role; None for leaves whose
-        role is unknown.
+    optimizers, or by a transform). Returns the roles of leaves with wrong ones; None
+    for an unknown role.
     """
     finder = _Roles(structure)
     known = finder.all(())
@@ -285,10 +274,8 @@ class _Roles:
     ) -> bool:
         """Returns True if optimizers have the names of the parameters they update.
 
-        Args:
-            children: The keys of all children of a container.
-            carriers: The children with moments.
-            keys: Of the container.
+        `children` are the keys of all children of a container at `keys`; `carriers` are
+        those with moments.
         """
         names = [f"{tree.join((key,))}/" for key in children]
         parents: set[LeafPath] | None = None
@@ -325,14 +312,11 @@ class _Roles:
         is_full: bool,
         are_complete: bool,
     ) -> Literal["one", "several", "either"]:
-        """Counts the optimizers in a tuple.
+        """Counts the optimizers in a tuple at `keys` with `n_elements`.
 
-        Args:
-            carriers: The elements with moments.
-            keys: Of the tuple.
-            n_elements: The number of elements.
-            is_full: True if each element has moments or is complete.
-            are_complete: True if each element may be a whole optimizer.
+        `carriers` are the elements with moments. The tuple `is_full` if each element
+        has moments or is complete; they `are_complete` if each may be a whole
+        optimizer.
         """
         beside = _prefix_beside(keys)
         mirrors = self._mirrors(carriers, keys)
@@ -403,13 +387,10 @@ class _Roles:
         ]
 
     def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _MirroredParams:
-        """Returns the parameters mirrored by the moments in `node`.
+        """Returns the parameters mirrored by the moments in an optimizer or a state.
 
-        Args:
-            node: An optimizer, or a transform's state.
-            keys: The keys of `node`.
-            beside: Path prefix of all leaves beside the optimizer; parameters elsewhere
-                count only if none match here.
+        `beside` is the path prefix of all leaves beside the optimizer; parameters
+        elsewhere count only if none match here.
         """
         part = _Roles("")
         part._types = self._types
@@ -457,7 +438,7 @@ class _Roles:
         *,
         may_be_state: bool,
     ) -> None:
-        """Adds the facts about the leaves of `node`.
+        """Adds the facts about the leaves of `node`, at `keys` in an optimizer.
 
         Args:
             node: A container or a leaf, in an optimizer.

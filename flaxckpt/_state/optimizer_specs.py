@@ -24,13 +24,7 @@ _SMALL = 64
 
 
 class Param(NamedTuple):
-    """A parameter, with the properties that affect its optimizer state.
-
-    Attributes:
-        keys: Keys from the root of the parameters.
-        shape: In elements.
-        spec: The partition spec.
-    """
+    """A parameter, with the properties that affect its optimizer state."""
 
     keys: Keys
     shape: Shape
@@ -38,13 +32,11 @@ class Param(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """The partition spec of an optimizer leaf.
+    """The partition spec of an optimizer leaf, and the rule that it follows from.
 
-    Attributes:
-        spec: The partition spec.
-        rule: The source of the spec: `types`, jax propagated the parameters' shardings
-            through `tx.init`; `suffix`, the leaf path ends with a parameter's path;
-            `small`, not worth splitting; or `replicated`, no rule applies.
+    `types`, jax propagated the parameters' shardings through `tx.init`; `suffix`, the
+    leaf path ends with a parameter's path; `small`, not worth splitting; or
+    `replicated`, no rule applies.
     """
 
     spec: Spec
@@ -59,10 +51,8 @@ def derive_specs(
 ) -> dict[LeafPath, Derived]:
     """Derives the partition spec of every leaf of an optimizer state.
 
-    Args:
-        leaves: Leaf path -> keys and shape, of the optimizer's leaves.
-        params: The parameters of the optimizer.
-        by_types: The result of `specs_by_types`.
+    `leaves` are the keys and shapes of the optimizer's leaves; `by_types` is the result
+    of `specs_by_types`.
     """
     suffixes = _Suffixes(params)
     derived = {}
@@ -97,18 +87,10 @@ def specs_by_types(
 
     With explicit axes, a sharding is part of an array's type, so abstract evaluation
     returns the sharding of every leaf, exact even for factored moments. It needs no
-    devices, and works beside a user's mesh of any kind.
-
-    Args:
-        init: The optimizer's `init`.
-        params: Parameters, as arrays or `ShapeDtypeStruct`s.
-        specs: Leaf path within `params` -> partition spec.
-        axis_sizes: Size of each axis of the mesh.
-        boxes: See `_state.flatten.flatten`.
-
-    Returns:
-        Keys within the optimizer state -> spec, or None if jax returns no sharding.
-        Empty if this evaluation fails, as for an `init` that mixes shardings.
+    devices, and works beside a user's mesh of any kind. `specs` are those of the leaf
+    paths within `params`. Keys within the optimizer state -> spec, or None if jax
+    returns no sharding. Empty if this evaluation fails, as for an `init` that mixes
+    shardings.
     """
     mesh = AbstractMesh(
         tuple(axis_sizes.values()),

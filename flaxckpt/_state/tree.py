@@ -60,13 +60,7 @@ class Node:
 
 
 class TreeLeaf(NamedTuple):
-    """A leaf, or an empty container, of a flattened pytree.
-
-    Attributes:
-        keys: The keys of the leaf, without boxes.
-        value: The leaf or the empty container itself.
-        is_empty: True for a container without children: `None`, `{}`, …
-    """
+    """A leaf, or an empty container, of a flattened pytree; keys without boxes."""
 
     keys: tuple[Key, ...]
     value: Any
@@ -91,9 +85,8 @@ def without_box(path: LeafPath) -> LeafPath:
 def before(path: LeafPath, end: LeafPath) -> LeafPath | None:
     """Returns the path before the end of a stored leaf's path; None for another end.
 
-    Args:
-        path: Path of the leaf, perhaps with the field name of its box.
-        end: The end, without that name; part of it may have the name of a field.
+    `path` may have the field name of the leaf's box, and `end` has not; part of `end`
+    may have the name of a field.
     """
     for bare in (path, without_box(path)):
         if f"/{bare}".endswith(f"/{end}"):
@@ -108,6 +101,11 @@ def prefixes(path: LeafPath) -> Iterator[str]:
         yield path[:end]
         end = path.rfind("/", 0, end)
     yield ""
+
+
+def is_inside(path: LeafPath, above: LeafPath) -> bool:
+    """Returns True if `path` is `above`, or a path in it."""
+    return not above or f"{path}/".startswith(f"{above}/")
 
 
 def escape(name: str) -> str:
@@ -131,13 +129,8 @@ def unflatten(
 ) -> PyTree:
     """Puts `values` (leaf path -> leaf) back into the containers of `structure`.
 
-    Args:
-        structure: The containers.
-        values: Leaf path -> value.
-        make_leaf: Makes a leaf of a registered class from its parts.
-
-    Raises:
-        UnbuiltLeavesError: `make_leaf` raised LeafTypeError for some leaves.
+    `make_leaf` makes a leaf of a registered class from its parts. Raises
+    UnbuiltLeavesError if it raised LeafTypeError for some leaves.
     """
     unbuilt: _Unbuilt = {}
     tree = _unflatten(structure, values, make_leaf, unbuilt)
@@ -217,17 +210,15 @@ def key_paths(
         yield from key_paths(child, keys if structure.is_box else (*keys, key))
 
 
-def leaf_type_paths(
+def containers(
     structure: Node | LeafPath, keys: tuple[Key, ...] = ()
-) -> Iterator[LeafPath]:
-    """Yields the path of each leaf of a registered class."""
+) -> Iterator[tuple[tuple[Key, ...], Node]]:
+    """Yields each container with its keys, the outermost first."""
     if isinstance(structure, str):
         return
-    if structure.leaf_type is not None:
-        yield join(keys)
-        return
+    yield keys, structure
     for key, child in zip(structure.keys, structure.children, strict=True):
-        yield from leaf_type_paths(child, keys if structure.is_box else (*keys, key))
+        yield from containers(child, keys if structure.is_box else (*keys, key))
 
 
 def plain_structure(
@@ -235,9 +226,8 @@ def plain_structure(
 ) -> Node | LeafPath:
     """Builds dicts and lists for leaves without recorded containers.
 
-    Args:
-        leaves: Leaf path, keys, and None for each leaf; or, for an empty container,
-            its type: `None`, `dict`, `list` or `tuple`.
+    Each has its path, its keys, and None; or, for an empty container, its type: `None`,
+    `dict`, `list` or `tuple`.
     """
     nested: dict[Key, Any] = {}
     for path, keys, empty in leaves:

@@ -42,16 +42,11 @@ def to_json(structure: tree.Node | LeafPath) -> JSON:
 
 
 def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> tree.Node | LeafPath:
-    """Reads a description written by `to_json`.
+    """Reads a description written by `to_json`, from an untrusted file.
 
-    Args:
-        data: The description, from an untrusted file.
-        resolve: Finds the builder of a class; other classes are never built.
-        unknown: Receives the class names that `resolve` does not know. Such a container
-            becomes a dict, or a list if its children have no names.
-
-    Raises:
-        ValueError: `data` is not a valid description.
+    Only `resolve` finds builders of classes. `unknown` receives the class names that it
+    does not know; such a container becomes a dict, or a list if its children have no
+    names. Raises ValueError if `data` is not valid.
     """
     return _from_json(data, resolve, unknown, depth=0)
 
@@ -87,11 +82,7 @@ def aux_to_json(aux: Any) -> dict[str, JSON]:
 
 
 def aux_from_json(data: JSON) -> Any:
-    """Returns the auxiliary data that `aux_to_json` has written.
-
-    Raises:
-        ValueError: `data` is not valid.
-    """
+    """Returns the auxiliary data that `aux_to_json` has written."""
     match data:
         case [str(tag), *items] if tag in _TAGS:
             values = [aux_from_json(item) for item in items]
@@ -102,11 +93,7 @@ def aux_from_json(data: JSON) -> Any:
 
 
 def _tag(value: Any, depth: int) -> Any:
-    """Returns a value with the type of each container before its items.
-
-    Raises:
-        ValueError: Containers are nested too deep.
-    """
+    """Returns a value with the type of each container before its items."""
     if not isinstance(value, tuple | list | Mapping):
         return value
     name = type(value).__name__
