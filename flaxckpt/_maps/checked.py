@@ -96,10 +96,7 @@ _HINTS = {
 def _describe(config: Mapping[str, Any], condition: str, verdict: str) -> str:
     """Returns the reason why a condition does not hold.
 
-    Args:
-        config: The configuration.
-        condition: The condition, of a leaf.
-        verdict: The consequence for a model of the class that the configuration names.
+    `verdict` is the consequence for a model of the class that the configuration names.
     """
     part, key = model_config.find_fault(config, condition)
     if key == "architectures" and (name := model_config.find_class(config)):
@@ -149,14 +146,8 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
 class CheckedMap(TableTransform):
     """A table of names and forms, whose leaves must fit a configuration.
 
-    Attributes:
-        remap: The table.
-        title: The map, for messages.
-        config: The configuration.
-        sides: The names before the map, and after it.
-        shapes: The shapes of published tensors.
-        may_grow: Whether the vocabulary may be larger on the way back.
-        is_inverse: True for the way back.
+    `sides` are the names before the map, and after it. The vocabulary may be larger on
+    the way back if `may_grow`.
     """
 
     remap: TableTransform

@@ -68,9 +68,7 @@ def detect(source: PathLike) -> Detected:
 def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
     """Returns the family of a checkpoint; see `detect`.
 
-    Args:
-        stored: The checkpoint.
-        family: The family if the configuration has no `model_type`.
+    `family` is that of a configuration without `model_type`.
     """
     if stored.metadata.format == gguf.FORMAT:
         return _detect_gguf(stored)
@@ -96,11 +94,7 @@ def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
 
 
 def find_config(stored: Stored) -> dict[str, JSON] | None:
-    """Returns the configuration beside a checkpoint, or None if there is no such file.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
+    """Returns the configuration beside a checkpoint; None without such a file."""
     path = Path(stored.metadata.path)
     directory = path if path.is_dir() else path.parent
     is_there = (directory / model_config.NAME).is_file()
@@ -325,7 +319,7 @@ def _try(
     named = [
         (path.removesuffix(name).rstrip("/"), shapes[name] == shape)
         for path, shape in wanted.items()
-        for name in _suffixes(path)
+        for name in _state.tree.suffixes(path)
         if name in shapes
     ]
     prefixes = collections.Counter(prefix for prefix, is_equal in named if is_equal)
@@ -355,11 +349,3 @@ def common_error(
     """Returns the error of all candidates, if they have the same."""
     texts = {str(error) for error in found}
     return found[0] if len(texts) == 1 else None
-
-
-def _suffixes(path: LeafPath) -> Iterator[LeafPath]:
-    """Yields a path, and its ends: for `a/b/c`, `b/c` and `c`."""
-    yield path
-    while "/" in path:
-        path = path.partition("/")[2]
-        yield path

@@ -198,12 +198,8 @@ class Family:
     ) -> dict[str, Any]:
         """Returns a configuration with the vocabulary of tensors, if it has grown.
 
-        Args:
-            config: The configuration.
-            shapes: The shapes of the tensors, under their published names.
-
-        Raises:
-            OptionError: The tensors contradict the configuration otherwise.
+        `shapes` are those of the tensors, under their published names. Raises
+        OptionError if they contradict the configuration otherwise.
         """
         has_base = any(path.startswith(f"{self.base}/") for path in shapes)
         rules = self._shape_rules(_Base(self.base, None if has_base else ""))
@@ -273,8 +269,7 @@ class Family:
     def check_config(self, config: model_config.Config) -> dict[str, Any]:
         """Returns a configuration as a dict, with the family's defaults.
 
-        Raises:
-            OptionError: The configuration is of another family or a quantized model.
+        Raises OptionError if it is of another family or a quantized model.
         """
         content = model_config.read_config(config)
         found = content.get("model_type")
@@ -296,12 +291,7 @@ class Family:
         return {**self.defaults, **model_config.with_old_keys(content)}
 
     def check_head(self, config: Mapping[str, Any], target: str) -> None:
-        """Raises OptionError if the class of a configuration has a head without rows.
-
-        Args:
-            config: The configuration.
-            target: The target layout.
-        """
+        """Raises OptionError if a configuration's class has a head without rows."""
         name = model_config.find_class(config)
         kind = _HEAD.search(name)
         if kind is None:
@@ -397,13 +387,7 @@ class Family:
     def _copies(
         self, target: str, rows: Sequence[Tensor], base: _Base
     ) -> Transform | None:
-        """Returns the transform that leaves out equal copies; None if there are none.
-
-        Args:
-            target: The target layout.
-            rows: The tensors of the model.
-            base: The beginning of their names.
-        """
+        """Returns the transform that leaves out equal copies, if there are any."""
         names = {row.source for row in rows}
         untied = {tensor.source for tensor in self.tables[target]}
         pairs = {
@@ -448,10 +432,6 @@ class _NewNames(TableTransform):
     """Renames leaves with names of old checkpoints, if there are any.
 
     The map back keeps the new names, which transformers reads as well.
-
-    Attributes:
-        family: The name of the family.
-        ends: The end of a leaf path -> its new end.
     """
 
     family: str
@@ -476,12 +456,8 @@ class _NewNames(TableTransform):
 class _Copies(TableTransform):
     """Leaves out the second of two equal leaves, if a checkpoint has both.
 
-    The map back writes one of them, as transformers does.
-
-    Attributes:
-        family: The name of the family.
-        pairs: The leaf to leave out -> the leaf to keep, and whether an untied model
-            has both.
+    The map back writes one of them, as transformers does. `pairs`: the leaf to leave
+    out -> the leaf to keep, and whether an untied model has both.
     """
 
     family: str

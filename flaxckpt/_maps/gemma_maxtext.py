@@ -10,11 +10,7 @@ _TARGET_NORMS = "{n:pre_self_attention|post_self_attention|pre_ffw|post_ffw}_nor
 
 
 def embedding(factor_dtype: str) -> tuple[Tensor, ...]:
-    """Returns the rows outside of layers.
-
-    Args:
-        factor_dtype: The type that the root of the width is rounded to.
-    """
+    """Returns the rows outside of layers, for the type of the root of the width."""
     table = Tensor("model.embed_tokens.weight", "token_embedder/embedding")
     return (
         table._replace(times="width", exponent=0.5, factor_dtype=factor_dtype),
@@ -23,13 +19,7 @@ def embedding(factor_dtype: str) -> tuple[Tensor, ...]:
 
 
 def layers(source: str, target: str, kind: str = "") -> tuple[Tensor, ...]:
-    """Returns the rows of layers.
-
-    Args:
-        source: Their name in a checkpoint of Hugging Face.
-        target: Their name in MaxText.
-        kind: The end of the names of their modules.
-    """
+    """Returns the rows of layers; `kind` is the end of the names of their modules."""
     norms = f"{target}/{_TARGET_NORMS}{kind}/scale"
     return (
         *decoder.maxtext_attention(source, f"{target}/self_attention{kind}"),

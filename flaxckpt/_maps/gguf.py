@@ -121,11 +121,7 @@ _ROWS: dict[str, Sequence[Tensor]] = {
 
 
 def make_config(stored: Stored) -> dict[str, JSON]:
-    """Returns the configuration that the key-values of a GGUF file imply.
-
-    Raises:
-        OptionError: There is no map for the architecture of the file.
-    """
+    """Returns the configuration that the key-values of a GGUF file imply."""
     values = stored.metadata.custom
     architecture = values.get("general.architecture")
     kind = _TYPES.get(str(architecture))
@@ -149,12 +145,7 @@ def make_config(stored: Stored) -> dict[str, JSON]:
 def to_published(family: Family, config: Mapping[str, JSON]) -> list[Transform]:
     """Returns the transforms from the leaves of a GGUF file to published names.
 
-    Args:
-        family: The family of the model.
-        config: The configuration, as by `make_config`.
-
-    Raises:
-        OptionError: Files of this family are not known.
+    `config` is that of `make_config`.
     """
     if family.name not in _ROWS:
         raise errors.OptionError(f"there is no map from GGUF files for {family.name}")

@@ -27,18 +27,7 @@ configuration of transformers, which has a method `to_dict`."""
 
 
 def read_config(config: Config) -> dict[str, JSON]:
-    """Returns a configuration as a dict.
-
-    Args:
-        config: A dict, a path of a `config.json` or of its directory, or an object
-            with a method `to_dict`.
-
-    Raises:
-        OptionError: It is none of these.
-        CheckpointNotFoundError: There is no such file.
-        CheckpointFormatError: The file is not JSON.
-        DamagedCheckpointError: The file of a directory is a link out of it.
-    """
+    """Returns a configuration, in any of the forms of `Config`, as a dict."""
     if isinstance(config, Mapping):
         return dict(config)
     if _util.arguments.is_path(config):
@@ -88,11 +77,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
 
 
 def look_up(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key; a dotted key looks into nested dicts. None if absent.
-
-    Raises:
-        OptionError: A part of the key is not a dict.
-    """
+    """Returns the value of a key, or None; a dotted key looks into nested dicts."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping):
@@ -125,10 +110,7 @@ def with_old_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with the keys of transformers 4 for rotary embeddings.
 
     transformers 5 calls `rope_scaling` `rope_parameters`, and versions before 4.43 call
-    the key `rope_type` in it `type`.
-
-    Raises:
-        OptionError: Two keys name different types of rotary embeddings.
+    the key `rope_type` in it `type`. Raises OptionError if two keys disagree.
     """
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
@@ -158,11 +140,9 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 def holds(config: Mapping[str, Any], condition: str) -> bool:
     """Returns True if a condition on a configuration holds.
 
-    Args:
-        config: The configuration.
-        condition: `key` for a true value, `key=pattern` with wildcards as in file
-            names, or `key==key` for equal values; with `not` before it for the
-            opposite; several conditions joined by `and`. Always true if empty.
+    It is `key` for a true value, `key=pattern` with wildcards as in file names, or
+    `key==key` for equal values; with `not` before it for the opposite; several
+    conditions joined by `and`. Always true if empty.
     """
     return all(_holds(config, c) for c in condition.split(" and ") if c)
 
@@ -200,14 +180,10 @@ _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
 def find_size(config: Mapping[str, Any], rule: str | int) -> int | None:
     """Returns a size that a configuration implies; None if keys are missing.
 
-    Args:
-        config: The configuration.
-        rule: A size, or keys: `a|b` is `a` if present, else `b`. Keys and numbers can
-            be joined by `*`, `//`, `%` and `/`, an exact quotient, which are evaluated
-            from left to right: `layers//6*6`.
-
-    Raises:
-        OptionError: A value is not a positive integer, or a quotient is not exact.
+    The rule is a size, or keys: `a|b` is `a` if present, else `b`. Keys and numbers can
+    be joined by `*`, `//`, `%` and `/`, an exact quotient, which are evaluated from
+    left to right: `layers//6*6`. Raises OptionError if a value is not a positive
+    integer, or a quotient is not exact.
     """
     if isinstance(rule, int):
         return rule

@@ -14,12 +14,7 @@ _VOCABULARY = "vocab_size"
 
 
 class Rule(NamedTuple):
-    """The shape of tensors.
-
-    Attributes:
-        pattern: Pattern of their leaf paths.
-        axes: The rule for the size of each axis; see `model_config.find_size`.
-    """
+    """The shape of tensors: pattern of their paths, and rules for `find_size`."""
 
     pattern: re.Pattern[str]
     axes: tuple[str, ...]
@@ -35,18 +30,10 @@ def check(
 ) -> dict[str, int]:
     """Checks the shapes of tensors; sizes that the configuration lacks are not checked.
 
-    Args:
-        title: The map, for messages.
-        rules: The shapes of the family's tensors.
-        config: The configuration.
-        shapes: The shapes of tensors, under their published names; others are ignored.
-        may_grow: Whether all tensors may have the same larger vocabulary.
-
-    Returns:
-        The key of the larger vocabulary, and its size; empty if it has not grown.
-
-    Raises:
-        OptionError: Tensors have other shapes than the configuration states.
+    `shapes` are under published names; others are ignored. All tensors may have the
+    same larger vocabulary if `may_grow`. Returns the key of the larger vocabulary, and
+    its size; empty if it has not grown. Raises OptionError for other shapes than the
+    configuration states.
     """
     matched = dict(_match(rules, shapes))
     grown = _find_growth(matched, config, shapes) if may_grow else {}

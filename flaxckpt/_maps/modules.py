@@ -105,10 +105,8 @@ def under(condition: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def head(tensors: Sequence[Tensor], classes: str = "") -> tuple[Tensor, ...]:
     """Returns the rows of a head, which the base model alone lacks.
 
-    Args:
-        tensors: The rows.
-        classes: Parts of the names of classes, joined by `|`, if models with other
-            `architectures` may lack the head too.
+    `classes` are parts of the names of classes, joined by `|`, if models with other
+    `architectures` may lack the head too.
     """
     conditions = (f"not architectures=*{c}*" for c in classes.split("|"))
     optional = " and ".join(conditions) if classes else False

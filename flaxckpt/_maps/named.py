@@ -31,12 +31,7 @@ _MAX_PREFIXES = 20
 
 
 def check_name(option: str, name: str) -> None:
-    """Raises OptionError if `name` is neither `auto` nor a family.
-
-    Args:
-        option: The option with the name, for the message.
-        name: The name.
-    """
+    """Raises OptionError if the `name` of an option is neither `auto` nor a family."""
     names = [family.name for family in FAMILIES]
     if name != AUTO and name not in names:
         raise errors.OptionError(
@@ -47,11 +42,7 @@ def check_name(option: str, name: str) -> None:
 def find_for_state(
     name: str, source: PathLike, abstract_state: PyTree
 ) -> list[Transform]:
-    """Returns the map of a published model to a state; see `maps.find`.
-
-    Raises:
-        OptionError: The model is not of the family `name`, or no layout fits.
-    """
+    """Returns the map of a published model to a state; see `maps.find`."""
     stored = locate.open_checkpoint(source)
     detected = _detect_named(name, stored)
     return detect.find_detected(detected, stored.table, abstract_state)
@@ -62,14 +53,7 @@ def find_for_layout(
 ) -> list[Transform]:
     """Returns the map of a published model to a target layout.
 
-    Args:
-        name: Name of the family, or `auto`.
-        source: The published model.
-        target: The layout.
-        prefix: Leaf path of the parameters in the new checkpoint.
-
-    Raises:
-        OptionError: The model is not of this family, or there is no such layout.
+    `prefix` is the leaf path of the parameters in the new checkpoint.
     """
     stored = locate.open_checkpoint(source)
     detected = _detect_named(name, stored)
@@ -113,17 +97,9 @@ def find_for_export(
 ) -> list[Transform]:
     """Returns the map of a published model to the parameters of a checkpoint.
 
-    The target layout and the prefix are those whose names the checkpoint has.
-
-    Args:
-        name: Name of the family, or `auto` for that of the configuration.
-        config: The configuration of the model.
-        table: The leaves of the checkpoint.
-        target: The layout, if known.
-        prefix: Leaf path of the parameters, if known.
-
-    Raises:
-        OptionError: The family is unknown, or no layout fits the checkpoint.
+    The family is `name`, or that of the configuration for `auto`. If not known, the
+    target layout and the prefix of the parameters are those whose names the checkpoint
+    has. Raises OptionError if none fits.
     """
     family = _family_of_config(name, config)
     assert config is not None
@@ -204,12 +180,8 @@ def family_of_export(
 class _MapCandidate:
     """A map that may be that of a checkpoint.
 
-    Attributes:
-        target: The layout.
-        prefix: Leaf path of the parameters.
-        make: Makes the map.
-        matched: The leaves that have a name of the layout.
-        changes: The map, once it is made.
+    `matched` are the leaves that have a name of the layout; `changes` is the map, once
+    it is made.
     """
 
     target: str

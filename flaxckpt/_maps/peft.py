@@ -40,13 +40,9 @@ MODEL = "base_model/model"
 
 
 class Pair(NamedTuple):
-    """The two leaves of an adapter.
+    """The two leaves of an adapter: `a` has the input axes, `b` the output axes.
 
-    Attributes:
-        kind: The library whose names and shapes they have.
-        bases: The possible paths of the adapted kernel.
-        a: The leaf with the input axes.
-        b: The leaf with the output axes.
+    `bases` are the possible paths of the adapted kernel.
     """
 
     kind: str
@@ -58,28 +54,16 @@ class Pair(NamedTuple):
 def find_pairs(table: LeafTable) -> list[Pair]:
     """Returns the adapters in a table, in the order of their first leaves.
 
-    Raises:
-        OptionError: There are none, or a leaf has no other, or is another update's.
+    Raises OptionError if there are none, or a leaf has no other, or is another
+    update's.
     """
     below = lora.count_below(
         path for path, leaf in table.items() if leaf.info.kind != "empty"
     )
     pairs = []
     faults: dict[LeafPath, str] = {}
-    for kind, *patterns in lora.ADAPTERS:
-        if kind not in ("nnx", "qwix"):
-            continue
-        firsts, seconds = (
-            {m[1] or "": p for p in table if (m := re.fullmatch(pattern, p))}
-            for pattern in patterns
-        )
-        for stem in dict.fromkeys([*firsts, *seconds]):
-            if stem in firsts and stem in seconds:
-                bases = tuple(lora.possible_bases(kind, stem, below))
-                pairs.append(Pair(kind, bases, firsts[stem], seconds[stem]))
-            else:
-                path = firsts.get(stem) or seconds[stem]
-                faults[path] = "the other leaf of the pair is missing"
+    for kind, stem, a, b in lora.find_pairs(table, faults, ("nnx", "qwix")):
+        pairs.append(Pair(kind, tuple(lora.possible_bases(kind, stem, below)), a, b))
     taken = {path for pair in pairs for path in (pair.a, pair.b)}
     for path in table:
         is_lora = any("lora_" in part.lower() for part in path.split("/")[-2:])
@@ -102,10 +86,8 @@ def find_pairs(table: LeafTable) -> list[Pair]:
 class _Part(NamedTuple):
     """What an adapter is for a module of torch.
 
-    Attributes:
-        module: The module's path in the model.
-        taken: The axis of the second leaf, and the position there, that is the
-            module's; None for all.
+    `taken` is the axis of the second leaf, and the position there, that is the
+    module's; None for all.
     """
 
     module: LeafPath
@@ -116,10 +98,9 @@ class _Part(NamedTuple):
 class ToPeft(TableTransform):
     """Gives adapters the names and shapes of PEFT; leaves out all other leaves.
 
-    Attributes:
-        map: Transforms from the published model to the parameters: one `remap`, and
-            changes of values that adapters have no part in.
-        needs_alpha: True to refuse adapters whose update has a factor.
+    `map` are transforms from the published model to the parameters: one `remap`, and
+    changes of values that adapters have no part in. If `needs_alpha`, adapters whose
+    update has a factor are refused.
     """
 
     map: tuple[Transform, ...]
@@ -160,11 +141,7 @@ class ToPeft(TableTransform):
         return apply_rows({path: params[path] for path in parts}, rows, str(self))
 
     def _find_remap(self) -> transforms_remap._Remap:
-        """Returns the only `remap` of the map.
-
-        Raises:
-            OptionError: The map has other transforms.
-        """
+        """Returns the only `remap` of the map, which may have no other transforms."""
         changes = [t.remap if isinstance(t, CheckedMap) else t for t in self.map]
         remaps = [t for t in changes if isinstance(t, transforms_remap._Remap)]
         known = (
@@ -185,11 +162,7 @@ class ToPeft(TableTransform):
     def _parts(
         self, pair: Pair, remap: transforms_remap._Remap, table: LeafTable
     ) -> list[_Part]:
-        """Returns the modules of torch that an adapter is for.
-
-        Raises:
-            _UnfitError: PEFT has no such adapter, or the map has no such kernel.
-        """
+        """Returns the modules of torch that an adapter is for."""
         a, b = table[pair.a].info, table[pair.b].info
         if any(_state.dtypes.kind(info.dtype or "") != "float" for info in (a, b)):
             raise _UnfitError(f"wanted floats, found {a} and {b}")
@@ -232,14 +205,8 @@ def _parts_of(
 ) -> list[_Part]:
     """Returns the modules whose weights a kernel is made of.
 
-    Args:
-        rule: The row of the kernel.
-        values: The values of the indices in its path.
-        sizes: The sizes of indices.
-        axes: The number of axes of the second leaf.
-
-    Raises:
-        _UnfitError: They are not linear layers, or an adapter cannot be split.
+    `values` are those of the indices in its path; `axes` is the number of axes of the
+    second leaf.
     """
     name = rule.source.text
     if not name.endswith("/weight") or "emb" in name or re.search("wte|wpe", name):
@@ -271,12 +238,7 @@ def _parts_of(
 
 
 def _keeps_order(form: Form, first: int) -> bool:
-    """Returns True if the names that make up an old axis have this order in the new.
-
-    Args:
-        form: The form of a kernel.
-        first: The old axis to begin at.
-    """
+    """Returns True if the names of an old axis, from `first` on, keep their order."""
     order = [name for axis in form.new for name in axis]
     return all(
         [*axis] == [name for name in order if name in axis] for axis in form.old[first:]
@@ -309,15 +271,7 @@ def find_map(
 ) -> Sequence[Transform]:
     """Returns the map of a published model to the kernels that adapters are for.
 
-    Args:
-        name: Name of the family, or `auto` for that of the configuration.
-        config: The configuration of the model.
-        table: The leaves of the checkpoint, which may lack the kernels.
-        target: The layout, if known.
-        prefix: Leaf path of the parameters, if known.
-
-    Raises:
-        OptionError: The family is unknown, or no layout has all kernels.
+    As `find_for_export`, but the checkpoint may lack the kernels.
     """
     family = named._family_of_config(name, config)
     assert config is not None

@@ -103,6 +103,15 @@ def prefixes(path: LeafPath) -> Iterator[str]:
     yield ""
 
 
+def suffixes(path: LeafPath) -> Iterator[LeafPath]:
+    """Yields a path, and its ends: for `a/b/c`, `b/c` and `c`."""
+    yield path
+    at = path.find("/")
+    while at >= 0:
+        yield path[at + 1 :]
+        at = path.find("/", at + 1)
+
+
 def is_inside(path: LeafPath, above: LeafPath) -> bool:
     """Returns True if `path` is `above`, or a path in it."""
     return not above or f"{path}/".startswith(f"{above}/")

@@ -22,10 +22,8 @@ _LOOKED_AT, _WINDOW = 12 * _MOST, 3 * _MOST
 class Index:
     """Names by the concepts that they share: all, all but one, and one.
 
-    Args:
-        meanings: The meanings of each name.
-        tags: Of each name what else is known of it, such as its sizes. Names that have
-            a tag in common come first.
+    `tags` are what else is known of each name, such as its sizes. Names that have a tag
+    in common come first.
     """
 
     def __init__(
@@ -48,12 +46,9 @@ class Index:
     ) -> list[int]:
         """Returns the names that are the most alike; all of them, of a small table.
 
-        Args:
-            meanings: The meanings of the name to look for.
-            place: Where it is in its own table, from 0 to 1. Of many names that are as
-                much alike, those around this place are taken.
-            tags: What else is known of it.
-            fits: Returns False for a name that is of no use.
+        `place` is where the name is in its own table, from 0 to 1: of many names that
+        are as much alike, those around this place are taken. `fits` returns False for a
+        name that is of no use.
         """
         if self._size <= ALL:
             return [at for at in range(self._size) if fits(at)]

@@ -18,9 +18,7 @@ Factors: TypeAlias = tuple[int, ...]
 class Axes(NamedTuple):
     """The axes of the arrays of one side of a match.
 
-    Attributes:
-        indices: Sizes of the indices that only this side has in its names.
-        shape: The shape of each array.
+    `indices` are the sizes of the indices that only this side has in its names.
     """
 
     indices: Shape
@@ -321,11 +319,9 @@ class Evidence:
 
 
 class Decision(NamedTuple):
-    """A form that was chosen for a match.
+    """The form that was chosen for a match; several if nothing decides, the best first.
 
-    Attributes:
-        forms: The form; several if nothing decides, the preferred one first.
-        reason: The evidence; empty if the shapes leave no doubt.
+    The reason is empty if the shapes leave no doubt.
     """
 
     forms: tuple[Candidate, ...]

@@ -17,10 +17,7 @@ from flaxckpt.transforms import split
 class Cut(NamedTuple):
     """A fused leaf of the source that is split before leaves are matched.
 
-    Attributes:
-        transform: The split.
-        wholes: Path of a part -> path of the fused leaf.
-        targets: The leaves of the state that the parts are for.
+    `wholes`: path of a part -> path of the fused leaf. The parts are for `targets`.
     """
 
     transform: TableTransform

@@ -22,10 +22,8 @@ from flaxckpt._types import LeafPath, Shape
 class Group(NamedTuple):
     """Leaves of the source that become leaves of the target together.
 
-    Attributes:
-        loop: The values of the indices of both, in the source and in the target.
-        sources: Leaf paths of the source, in the order of its other indices.
-        targets: Leaf paths of the target, likewise.
+    `loop` has the values of the indices of both, in the source and in the target; the
+    leaves are in the order of the other indices.
     """
 
     loop: tuple[tuple[int, int], ...]
@@ -227,13 +225,10 @@ _Pair: TypeAlias = tuple[int, int]
 
 
 class Match(NamedTuple):
-    """A link that was chosen.
+    """A link that was chosen, and its score, from 0 to 1.
 
-    Attributes:
-        link: The link.
-        score: Its score, from 0 to 1.
-        margin: How much worse the best other choice is for the leaves concerned.
-        rivals: Links that are nearly as good.
+    `margin` is how much worse the best other choice is for the leaves concerned;
+    `rivals` are links that are nearly as good.
     """
 
     link: Link
@@ -492,9 +487,7 @@ class _Around:
     def agreement(self, link: Link, own: Sequence[Link]) -> float:
         """Returns the part of the leaves around a link that is assigned alike.
 
-        Args:
-            link: The link.
-            own: The chosen links of its source and its target, which do not count.
+        The chosen links of its source and its target, `own`, do not count.
         """
         ends = [
             (one.source.scopes, one.target.scopes)
@@ -527,13 +520,9 @@ def _with_rivals(
 ) -> Match:
     """Returns a match with its margin: to swaps with others, and to free patterns.
 
-    Args:
-        at: The match.
-        others: All links of its source or its target.
-        partners: Of all matches, the target of each source, and the source of each
-            target.
-        around: All matches, counted.
-        links: All links.
+    `others` are all links of its source or its target; `partners` are the target of
+    each source, and the source of each target, of all matches, which `around` has
+    counted.
     """
     i, j = at
     target_of, source_of = partners

@@ -164,10 +164,9 @@ def words(text: str) -> Words:
 
 
 def meanings(parts: Sequence[str]) -> tuple[Meaning, ...]:
-    """Returns the possible meanings of a leaf path.
+    """Returns the possible meanings of the components of a leaf path.
 
-    Args:
-        parts: The components of the path, with `#` for numbers of repeated modules.
+    They have `#` for numbers of repeated modules.
     """
     *above, name = parts
     last = words(name)
@@ -204,12 +203,9 @@ def places(number: int, series: Sequence[int]) -> list[str]:
     """Returns the concepts of the number of a module, as of `2` in `ln_1` and `ln_2`.
 
     Numbers of two series are alike if both count the same modules from 0 or 1; or if
-    they are equal, unless one counts other modules between, as torch's `Sequential`.
-    In all other series, only an order would decide.
-
-    Args:
-        number: The number.
-        series: The numbers of all modules with this name, in order.
+    they are equal, unless one counts other modules between, as torch's `Sequential`. In
+    all other series, only an order would decide. `series` are the numbers of all
+    modules with this name, in order.
     """
     first, count = series[0], len(series)
     if first in (0, 1) and series[-1] - first == count - 1:

@@ -18,10 +18,7 @@ _HEAD = frozenset(("head",))
 class Resize(NamedTuple):
     """A leaf of the source that gets the rows of the state's vocabulary.
 
-    Attributes:
-        transform: The transform.
-        target: The leaf of the state that it is for.
-        reason: What is not known of it.
+    `reason` is what is not known of it.
     """
 
     transform: TableTransform

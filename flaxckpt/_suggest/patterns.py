@@ -101,12 +101,8 @@ def find_patterns(
     """Groups leaves by path, without the numbers of repeated modules.
 
     A number is that of a repeated module if the modules of several numbers hold much
-    the same leaves. `1` and `2` of `ln_1` and `ln_2` are not.
-
-    Args:
-        shapes: The shapes of the leaves.
-        fewest: The least number of modules that are taken for repeated, unless their
-            name is that of layers.
+    the same leaves. `1` and `2` of `ln_1` and `ln_2` are not. `fewest` is the least
+    number of modules that are taken for repeated, unless their name is that of layers.
     """
     split = {path: _NUMBER.split(path) for path in shapes}
     templates = dict.fromkeys(shapes, "")
@@ -184,12 +180,10 @@ def _pattern(
 def _is_repeated(
     modules: Mapping[int, Mapping[str, Shape]], before: str, fewest: int
 ) -> bool:
-    """Returns True if the numbers are those of repeated modules.
+    """Returns True if the numbers are those of repeated modules; see `find_patterns`.
 
-    Args:
-        modules: Number -> its leaves, by the rest of their paths, and their shapes.
-        before: The paths before the number.
-        fewest: See `find_patterns`.
+    `modules` has the leaves of each number, by the rest of their paths, and their
+    shapes.
     """
     ordered = [modules[number] for number in sorted(modules)]
     is_whole = before[-1:] in ("/", "")
@@ -218,12 +212,7 @@ _ALIKE = 0.4
 
 
 class Parts:
-    """Patterns of query, key and value whose meanings differ in nothing else.
-
-    Args:
-        roles: The concepts of the parts.
-        patterns: The patterns to look among.
-    """
+    """Patterns of query, key and value whose meanings differ in nothing else."""
 
     def __init__(self, roles: names.Words, patterns: Sequence[Pattern]) -> None:
         self._roles = roles
@@ -260,11 +249,8 @@ class Parts:
 def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:
     """Returns the patterns of query, key and value as one, with an index over words.
 
-    None if the patterns differ in more than a component, or in shapes.
-
-    Args:
-        parts: The patterns, in order.
-        fused: The concept of the joined leaves.
+    None if the patterns differ in more than a component, or in shapes. `fused` is the
+    concept of the joined leaves.
     """
     first = parts[0]
     texts = [names.HOLE.join(part.pieces).split("/") for part in parts]

@@ -25,10 +25,7 @@ def find_renames(
 ) -> tuple[Rename, ...]:
     """Returns renames that move the leaves as rows do; empty if no few renames do.
 
-    Args:
-        rows: The rows.
-        sources: The leaves of the checkpoint.
-        wanted: Leaf of the state -> its sources.
+    `wanted` has the sources of each leaf of the state.
     """
     paths = [*sources]
     for renames in (_of_containers(rows), _of_rows(rows)):

@@ -38,8 +38,7 @@ def _quoted(text: str) -> str:
 class RowNames:
     """Names indices and axes, alike in all rows where they have the same size.
 
-    Attributes:
-        sizes: The sizes of axes that the rows need.
+    `sizes` are those of axes that the rows need.
     """
 
     def __init__(self) -> None:
@@ -64,12 +63,7 @@ class RowNames:
     ) -> Iterator[Row]:
         """Yields rows in which the indices `fixed` of the source are numbers.
 
-        Args:
-            link: The link.
-            form: The form.
-            fixed: Index of the source -> its number.
-            groups: The groups with these numbers.
-            members: The leaves of the source with these numbers.
+        `groups` and `members`, the leaves of the source, are those with these numbers.
         """
         open_loops = [a for a, _ in link.paired if a not in fixed]
         firsts = {a: _first_of_run({loop[a] for loop in groups}) for a in open_loops}

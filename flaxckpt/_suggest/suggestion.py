@@ -299,15 +299,8 @@ def suggest_for_tables(
 
     A number does not show if it counts repeated modules, such as layers, or tells
     modules apart: of the readings that are possible, the one that fills the most leaves
-    is taken, and of these the least ambiguous.
-
-    Args:
-        source: The leaves of the checkpoint.
-        wanted: The leaves of the state.
-        given: The transforms to apply to the checkpoint first.
-
-    Raises:
-        OptionError: No leaf of `source` fits a leaf of `wanted`.
+    is taken, and of these the least ambiguous. The transforms `given` are applied to
+    the checkpoint first. Raises OptionError if no leaf fits.
     """
     table = _transforms.apply(given, source, wanted)
     moved = {
@@ -352,12 +345,8 @@ def _draft(
 ) -> tuple[Suggestion, _Guess]:
     """Returns a suggestion without `left`, and the guess that it is made of.
 
-    Args:
-        source: The leaves of the checkpoint, after the transforms of the user.
-        wanted: The leaves of the state.
-        moved: The leaves of the checkpoint that these transforms have changed.
-        sides: The patterns of both.
-        fewest: See `find_patterns`.
+    `source` are the leaves of the checkpoint, after the transforms of the user, which
+    have changed those in `moved`; `sides` are the patterns of both.
     """
     targets = _arrays_of(wanted)
     cuts, resizes = find_cuts(*sides), find_resizes(*sides)
@@ -456,10 +445,7 @@ def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
 class _Guess:
     """Collects the matches of two tables, their rows, and what nothing decides.
 
-    Args:
-        sources: Arrays of the checkpoint.
-        targets: Arrays of the state.
-        changes: Of each side, the changes of values.
+    `changes` are those of values, of each side.
     """
 
     def __init__(
@@ -477,11 +463,7 @@ class _Guess:
         self._changes = changes
 
     def run(self, fewest: int) -> None:
-        """Matches all leaves, kind of number by kind of number.
-
-        Args:
-            fewest: See `find_patterns`.
-        """
+        """Matches all leaves, kind of number by kind of number; see `find_patterns`."""
         sides = [_by_kind(self._sources), _by_kind(self._targets)]
         for kind in sides[0].keys() & sides[1].keys():
             self._match(*(find_patterns(side[kind], fewest) for side in sides))

@@ -6,10 +6,10 @@ import functools
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import _state, errors
 from flaxckpt._formats.reader import Stored
 from flaxckpt._maps import detect, gguf, model_config
 from flaxckpt._maps.families import FAMILIES
@@ -43,10 +43,6 @@ def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
 
     The values of quantized models, which a `config.json` tells, stay as they are. A
     state with the names of llama.cpp gets the values as they are.
-
-    Args:
-        stored: The checkpoint.
-        wanted: The leaf paths of the state.
     """
     as_stored = Published((), stored.table)
     if stored.metadata.format != gguf.FORMAT:
@@ -56,7 +52,7 @@ def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
             " scales"
         )
         return as_stored if entry is None else as_stored._replace(doubt=doubt)
-    if any(end in stored.table for path in wanted for end in _ends(path)):
+    if any(end in stored.table for p in wanted for end in _state.tree.suffixes(p)):
         return as_stored
     try:
         transforms = detect.detect_stored(stored).transforms
@@ -67,13 +63,6 @@ def publish(stored: Stored, wanted: Iterable[LeafPath]) -> Published:
             f" as norms plus 1, and this file has no map: {errors.one_line(error, 200)}"
         )
         return as_stored._replace(doubt=doubt)
-
-
-def _ends(path: LeafPath) -> Iterator[LeafPath]:
-    """Yields a path, and its ends."""
-    yield path
-    for match in re.finditer("/", path):
-        yield path[match.end() :]
 
 
 # ---- layouts ------------------------------------------------------------------------
@@ -89,8 +78,7 @@ _LARGE = re.compile("(?<![0-9])([2-9]|[1-9][0-9]+)(?![0-9])")
 class ValueChange(NamedTuple):
     """The changes of the values of a leaf in the layouts that it may belong to.
 
-    Attributes:
-        layouts: A change -> the layouts with it, each with its families.
+    A change -> the layouts with it, each with its families.
     """
 
     layouts: Mapping[str, Mapping[str, Sequence[str]]]
@@ -115,15 +103,14 @@ def _say(target: str, families: Sequence[str]) -> str:
 def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, ValueChange]:
     """Returns leaf path -> the change of its values in the layout that it belongs to.
 
-    Args:
-        paths: The leaf paths of a model.
+    `paths` are those of a model.
     """
     alike: dict[str, list[LeafPath]] = defaultdict(list)
     for path in paths:
         alike[_LARGE.sub("2", path)].append(path)
     inside: Counter[LeafPath] = Counter()
     for name, same in alike.items():
-        for end in _ends(name):
+        for end in _state.tree.suffixes(name):
             inside[name.removesuffix(end)] += len(same)
     fitting: dict[LeafPath, list[_Fit]] = defaultdict(list)
     for layout in _layouts():
@@ -150,11 +137,8 @@ def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, ValueChange]:
 class _Layout(NamedTuple):
     """A target layout of a family.
 
-    Attributes:
-        family: The name of the family.
-        target: The name of the layout.
-        rows: The pattern of each row's target, with the changes of its values; by the
-            last two components that leaves may have.
+    `rows` has the pattern of each row's target, with the changes of its values, by the
+    last two components that leaves may have.
     """
 
     family: str
@@ -163,13 +147,7 @@ class _Layout(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """A layout that the leaves of a container may have.
-
-    Attributes:
-        size: The number of its leaves there.
-        layout: The layout.
-        rows: Name of a leaf -> the changes of its values.
-    """
+    """A layout that `size` leaves of a container may have, with changes of values."""
 
     size: int
     layout: _Layout
@@ -235,7 +213,7 @@ def _matches(
     for name in names:
         lasts = {_last(name), _last(name.rpartition("/")[2])}
         known = [row for last in lasts for row in layout.rows.get(last, ())]
-        for end in _ends(name) if known else ():
+        for end in _state.tree.suffixes(name) if known else ():
             rows = [texts for pattern, texts in known if pattern.fullmatch(end)]
             if rows:
                 container = name.removesuffix(end).rstrip("/")

@@ -16,8 +16,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -246,27 +246,16 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
     adapters = []
     faults: dict[LeafPath, str] = {}
     paired: set[LeafPath] = set()
-    for kind, *patterns in ADAPTERS:
-        firsts, seconds = (
-            {m[1] or "": path for path in paths if (m := re.fullmatch(pattern, path))}
-            for pattern in patterns
-        )
-        for stem in {**firsts, **seconds}:
-            if stem not in firsts or stem not in seconds:
-                path = firsts.get(stem) or seconds[stem]
-                faults[path] = "the other leaf of the pair is missing"
-                continue
-            paired |= {firsts[stem], seconds[stem]}
-            bases = possible_bases(kind, stem, below)
-            base = [path for path in bases if path in table]
-            if base:
-                module = stem.rpartition(_WRAPPER)[2]
-                adapters.append(
-                    _Adapter(kind, module, base[0], firsts[stem], seconds[stem])
-                )
-            else:
-                nearest = name_nearest(bases[0], paths)
-                faults[firsts[stem]] = f"no weight {' or '.join(bases)}{nearest}"
+    for kind, stem, a, b in find_pairs(paths, faults):
+        paired |= {a, b}
+        bases = possible_bases(kind, stem, below)
+        base = [path for path in bases if path in table]
+        if base:
+            module = stem.rpartition(_WRAPPER)[2]
+            adapters.append(_Adapter(kind, module, base[0], a, b))
+        else:
+            nearest = name_nearest(bases[0], paths)
+            faults[a] = f"no weight {' or '.join(bases)}{nearest}"
     for path in paths:
         if path not in paired and path not in faults and _is_other_part(path):
             faults[path] = "is a part of another kind of update"
@@ -279,6 +268,27 @@ def _find_adapters(table: LeafTable, what: str) -> list[_Adapter]:
             " transforms rename leaves."
         )
     return adapters
+
+
+def find_pairs(
+    paths: Collection[LeafPath],
+    faults: dict[LeafPath, str],
+    kinds: Collection[_Kind] = get_args(_Kind),
+) -> Iterator[tuple[_Kind, str, LeafPath, LeafPath]]:
+    """Yields kind, stem and leaves of each pair; adds halves of pairs to `faults`."""
+    for kind, *patterns in ADAPTERS:
+        if kind not in kinds:
+            continue
+        firsts, seconds = (
+            {m[1] or "": path for path in paths if (m := re.fullmatch(pattern, path))}
+            for pattern in patterns
+        )
+        for stem in {**firsts, **seconds}:
+            if stem in firsts and stem in seconds:
+                yield kind, stem, firsts[stem], seconds[stem]
+            else:
+                path = firsts.get(stem) or seconds[stem]
+                faults[path] = "the other leaf of the pair is missing"
 
 
 def _is_other_part(path: LeafPath) -> bool:
