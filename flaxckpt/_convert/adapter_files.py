@@ -48,11 +48,7 @@ class AdapterFiles:
     arrays_name: str = "adapter_model"
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
-        """Returns name -> content of the configuration of these adapters.
-
-        Args:
-            infos: The leaves, under the names of PEFT.
-        """
+        """Returns name -> content of the configuration; leaves have names of PEFT."""
         ranks = {
             match[1].replace("/", "."): info.shape[0]
             for info in infos
@@ -86,8 +82,7 @@ def _plain(number: float) -> float:
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns further entries of the configuration as a dict.
 
-    Raises:
-        OptionError: PEFT would compute other updates with them, or they are not JSON.
+    Raises OptionError if PEFT would compute other updates with them.
     """
     if not isinstance(settings, Mapping):
         raise errors.OptionError(f"settings must be a dict, got {settings!r:.80}")

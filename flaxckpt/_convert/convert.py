@@ -254,11 +254,7 @@ def _write_pieces(
 
 
 class _Progress:
-    """Progress of a conversion.
-
-    Attributes:
-        raised: The exception raised by the caller's progress function.
-    """
+    """Progress of a conversion; `raised` is the error of the caller's function."""
 
     def __init__(self, progress: plan.Progress, name: str) -> None:
         self._progress = progress
@@ -307,8 +303,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
 def _check_readable(journal: Journal, target: writers.Target, step: int | None) -> None:
     """Reads the metadata of the new checkpoint, like a load.
 
-    Raises:
-        SaveFailedError: The new checkpoint is unreadable, and was removed.
+    Removes an unreadable checkpoint, and raises SaveFailedError.
     """
     try:
         locate.read_stored(journal.output / target.result, step)

@@ -44,19 +44,9 @@ def find_map(
 ) -> tuple[Transform, ...]:
     """Returns the transforms from a published model to the leaves of a checkpoint.
 
-    Args:
-        map: The name of a family, `auto`, or the transforms.
-        find: Finds the map by its name.
-        config: The configuration of the model, if known.
-        run: A checkpoint, or a run directory.
-        step: Step of a run directory; by default the newest.
-        before: Changes to the checkpoint before the map.
-        target: Layout of the checkpoint, if known.
-        prefix: Leaf path of the parameters, if known.
-
-    Raises:
-        OptionError: The name is unknown, or no map fits; or `target` or `prefix` was
-            passed with transforms.
+    `map` is the name of a family, which `find` looks up, or `auto`, or the transforms;
+    the changes `before` it are applied first. Raises OptionError if the name is unknown
+    or no map fits, or if `target` or `prefix` was passed with transforms.
     """
     if isinstance(map, str):
         named.check_name("map", map)

@@ -20,25 +20,19 @@ _MAX_BYTES = 256 * 2**20
 class Journal:
     """A working directory for output written piece by piece.
 
-    Attributes:
-        output: The directory of the output.
-        done: Names of the durable pieces.
+    `done` has the names of the durable pieces.
     """
 
     def __init__(
         self, directory: Path, work: Mapping[str, JSON], *, mode: int | None = None
     ) -> None:
-        """Continues the same work, or starts new work.
+        """Continues the same work, or starts new work and removes pieces of other work.
 
-        Args:
-            directory: The working directory, for this journal only.
-            work: JSON description of the work. Pieces of other work are removed.
-            mode: Mode of the parents that are made, if `directory` is to be private
-                meanwhile; None for the umask's.
-
-        Raises:
-            CheckpointExistsError: Another process uses the directory.
-            OSError: `directory` cannot be created.
+        `directory` is for this journal only. Its parents are made with `mode`, if it is
+        to
+        be private meanwhile; None for the umask's. Raises CheckpointExistsError if
+        another
+        process uses the directory.
         """
         self._directory = directory
         self.output = directory / "out"

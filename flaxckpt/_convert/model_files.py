@@ -72,8 +72,7 @@ class ModelFiles:
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
         """Returns name -> content of all files, for a model with these leaves.
 
-        Raises:
-            OptionError: The arrays have other sizes than the config states.
+        Raises OptionError if the arrays have other sizes than the config states.
         """
         if self.config is None:
             return dict(self.others)
@@ -115,11 +114,7 @@ def _with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
-    """Returns the files beside the arrays; see `export_huggingface`.
-
-    Raises:
-        CheckpointError: A file is missing, too large or not readable.
-    """
+    """Returns the files beside the arrays; see `export_huggingface`."""
     files: dict[str, bytes] = {}
     if tokenizer is not None:
         home = _find_directory(tokenizer)
@@ -159,12 +154,7 @@ def _find_directory(path: PathLike) -> Path:
 
 
 def _read_file(file: Path) -> bytes:
-    """Returns the content of a file of another model.
-
-    Raises:
-        DamagedCheckpointError: The file is too large, or a link out of its directory.
-        OptionError: The file cannot be read.
-    """
+    """Returns the content of a file of another model, but not of a link out of it."""
     try:
         hub_cache.check_link(file)
         return _storage.of(file).read(file, max_bytes=_MAX_FILE_BYTES)

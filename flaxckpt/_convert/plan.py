@@ -59,8 +59,7 @@ class SharedOptions(TypedDict, total=False):
 class ConvertOptions:
     """Options of a conversion; `convert` documents them.
 
-    Attributes:
-        files: For `huggingface`, the files beside the arrays.
+    `files` are those beside the arrays of `huggingface`.
     """
 
     format: Literal["orbax", "safetensors", "msgpack", "huggingface"]
@@ -98,8 +97,7 @@ takes_options = _util.guessed_names.spell_out(SharedOptions, ConvertOptions)
 def choose_format(final: Path, format: str | None) -> Any:
     """Returns `format`, by default from the suffix of the path.
 
-    Raises:
-        OptionError: The format is unknown, or the path has the suffix of another one.
+    Raises OptionError if the path has the suffix of another format.
     """
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
@@ -121,12 +119,7 @@ def choose_format(final: Path, format: str | None) -> Any:
 
 
 def check_sources(state: writers.State) -> None:
-    """Checks that all leaves can be read; opens large arrays before any work.
-
-    Raises:
-        CheckpointFormatError: Leaves have values in forms that are not read.
-        DamagedCheckpointError: An array contradicts its metadata.
-    """
+    """Checks that all leaves can be read; opens large arrays before any work."""
     _arrays.read.check_supported(state.table.values(), state.metadata.path)
     stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
     for source in stored.values():
@@ -137,12 +130,9 @@ def check_sources(state: writers.State) -> None:
 def check_space(
     final: Path, temporary: Path, state: writers.State, options: ConvertOptions
 ) -> None:
-    """Raises an error if the new checkpoint would not fit on the disk.
+    """Raises SaveFailedError if the new checkpoint would not fit on the disk.
 
     Skips the check for compressed chunks, whose size is unknown.
-
-    Raises:
-        SaveFailedError: The disk has too little free space.
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
@@ -220,9 +210,6 @@ def _choose_items(
 
     By default the items of the source that have leaves, or a single item if the leaves
     cannot be in these items, as after a transform.
-
-    Raises:
-        OptionError, LeafNameError: As for `save`, with `items`.
     """
     names = _formats.native_names
     dataset = stored.items.dataset

@@ -42,15 +42,9 @@ def changed(stamps: Iterable[_storage.Stamp]) -> list[str]:
 def check_apart(
     final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
 ) -> None:
-    """Raises OptionError if the target overlaps a source, after resolving symlinks.
+    """Raises OptionError if the target is a source, or inside or above one.
 
-    Args:
-        final: Path of the new checkpoint.
-        sources: Source checkpoints.
-        files: Files of the source checkpoints.
-
-    Raises:
-        OptionError: The target is a source, or is inside or above a source.
+    Symlinks are resolved; `files` are the files of the source checkpoints.
     """
     target = _storage.paths.real(final)
     for source in sources:

@@ -40,7 +40,6 @@ class State:
         dataset: File name -> content, of a dataset iterator's state.
         json: JSON item -> content.
         items: The items with the arrays and the dataset.
-        layout: Chunks and encoding of arrays.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
         files: File name -> content, of further files in the directory.
@@ -84,7 +83,6 @@ class Target(Protocol):
     """A new checkpoint in an output directory.
 
     Attributes:
-        pieces: All pieces to write.
         files: Distinguishes the checkpoint from others with the same leaves.
         result: Path of the checkpoint in the output directory; empty for all of it.
         batch_bytes: Upper bound on the pieces written together.
@@ -314,11 +312,7 @@ class _OrbaxTarget:
 
 
 class _Batches:
-    """The batches of a database, each with a file of the places of its values.
-
-    Args:
-        root: The directory of the database.
-    """
+    """The batches of a database, each with a file of the places of its values."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

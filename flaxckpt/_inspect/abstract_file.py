@@ -36,10 +36,9 @@ _VALUES: Mapping[str, Any] = {
 
 
 class TargetState(NamedTuple):
-    """The target state of a restore.
+    """The target state of a restore: abstract leaves; numbers and texts have values.
 
     Attributes:
-        state: Abstract; numbers and texts have values.
         has_roles: True if optimizers can be recognised by optax classes.
         has_classes: False for a file that names no classes, such as a nested JSON file.
         run: The checkpoint, or its run directory; None for a file.
@@ -61,11 +60,7 @@ class TargetState(NamedTuple):
         return self.has_classes and any(map(mirrors.is_in_optimizer, leaves))
 
     def check_source(self) -> None:
-        """Raises an error if the optimizer of a new run cannot be recognised.
-
-        Raises:
-            OptionError: The state has optimizer leaves, but names no classes.
-        """
+        """Raises OptionError for optimizer leaves of a new run without any classes."""
         if leaves := self.optimizer_leaves_without_classes():
             raise errors.OptionError(
                 "a new run begins its optimizer anew, and TARGET does not name its"
@@ -85,16 +80,9 @@ class TargetState(NamedTuple):
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     """Returns the target state of a restore.
 
-    Args:
-        target: A checkpoint or a run directory, for the state saved there; or a JSON
-            file, with texts such as "float32[8, 4]", "int" and "str" for leaves, or
-            with `leaves` and `structure` as printed by `flaxckpt show --json`.
-        step: The step of a run directory; the newest by default.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError, DamagedCheckpointError: As for
-            `metadata`.
-        OptionError: The file does not describe a state.
+    `target` is a checkpoint or a run directory, for the state saved there. Or it is a
+    JSON file, with texts such as "float32[8, 4]", "int" and "str" for leaves, or with
+    `leaves` and `structure` as printed by `flaxckpt show --json`.
     """
     root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not _formats.recognises(root):

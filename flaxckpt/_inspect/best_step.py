@@ -14,9 +14,9 @@ class BestStep(NamedTuple):
 
     Attributes:
         good: The best of the good steps; the newest of several. None without any.
-        damaged: The best of the damaged steps, if it is better than `good`, or None.
+        damaged: The best of the damaged steps, if it is better than `good`.
         deleted: The best of the deleted steps, if it is better than `good`, or without
-            any than `damaged`, or None.
+            any than `damaged`.
     """
 
     good: int | None
@@ -32,11 +32,7 @@ def find(
 ) -> BestStep:
     """Returns the best good step, and better ones that are damaged or deleted.
 
-    Args:
-        values: Step -> the value of the metric; only finite values count.
-        damaged: The damaged steps.
-        mode: Which values are the best.
-        deleted: The steps that do not exist any more.
+    Only finite values count.
     """
     ranked = policies.rank(values, mode)
     there = [step for step in ranked if step not in deleted]
@@ -67,11 +63,8 @@ def describe_damaged(
 ) -> str:
     """Returns a clause on a step that would be better, if it were good.
 
-    Args:
-        step: The step, or its number as a page shows it.
-        value: The metric of the step.
-        fault: `damaged`, or `not readable`.
-        is_counted: True if policies count the step, as it is not marked as damaged.
+    `fault` is `damaged` or `not readable`; `is_counted` is True if policies count the
+    step, as it is not marked as damaged.
     """
     text = f"step {step} with {humanize.number(value)} would be better, but is {fault}"
     if is_counted and fault == "damaged":
@@ -80,10 +73,5 @@ def describe_damaged(
 
 
 def describe_deleted(step: int | str, value: float) -> str:
-    """Returns a clause on a step that was better, but does not exist any more.
-
-    Args:
-        step: The step, or its number as a page shows it.
-        value: The metric of the step.
-    """
+    """Returns a clause on a step that was better, but does not exist any more."""
     return f"step {step} with {humanize.number(value)} was better, but is gone"

@@ -51,11 +51,8 @@ class BitDiff:
 def compare(value: Any, stored: Any) -> BitDiff | None:
     """Returns the difference of a leaf and a stored leaf; None if all bits are equal.
 
-    All replicas of a jax array are compared.
-
-    Args:
-        value: A leaf: a jax or numpy array, a number, a string, None.
-        stored: A leaf of the same shape and dtype, in the memory of this host.
+    All replicas of a jax array are compared. `stored` has the shape and dtype of the
+    leaf, and is in the memory of this host.
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         is_same = _state.bits.is_same(value, stored)

@@ -284,8 +284,7 @@ def _names(sides: Sequence[Stored]) -> tuple[str, str]:
 def _damaged_branches(sides: Sequence[Stored]) -> dict[LeafPath, str]:
     """Returns the branch of each damaged item of the state, of both checkpoints.
 
-    Raises:
-        DamagedCheckpointError: All items of a checkpoint are damaged.
+    Raises DamagedCheckpointError if all items of a checkpoint are damaged.
     """
     for side in sides:
         if not side.table:
@@ -359,8 +358,7 @@ def _only(table: LeafTable, other: LeafTable) -> list[LeafPath]:
 def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
     """Returns the leaves of each table that the pattern matches.
 
-    Raises:
-        OptionError: `only` is not a regular expression, or matches no leaf.
+    Raises OptionError if `only` is not a regular expression, or matches no leaf.
     """
     pattern = patterns.compile_pattern(only)
     selected = [
@@ -422,11 +420,8 @@ def _compare(
 ) -> dict[LeafPath, LeafDiff]:
     """Returns the differences of the leaves whose values or types differ.
 
-    Args:
-        pairs: The leaf of each checkpoint.
-        names: The names of the checkpoints, for reasons.
-        counter: Counts the bytes compared.
-        unreadable: Leaf path -> reason; damaged leaves are added.
+    `pairs` has the leaf of each checkpoint, and `names` the names of the checkpoints.
+    Damaged leaves are added to `unreadable`, with the reason.
     """
     changed: dict[LeafPath, LeafDiff] = {}
     arrays = []

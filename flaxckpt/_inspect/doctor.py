@@ -39,7 +39,6 @@ class Diagnosis:
 
     Attributes:
         versions: Package -> its version; also `python` and `platform`.
-        directory: The directory of the tested storage.
         file_system: Its kind; empty if unknown.
         free_bytes: The free space; None in object stores.
         sync_secs: The median time to write a small file durably.
@@ -67,16 +66,8 @@ def examine(
     """Returns package versions, and tests the storage of a directory.
 
     Files are written to a temporary directory beside the steps, which is removed
-    afterwards.
-
-    Args:
-        directory: The directory to save to. In object stores it need not exist.
-        max_bytes: The most bytes to write.
-        max_secs: The seconds for writing large files, and for reading them; at least
-            one file each.
-
-    Raises:
-        OptionError: The directory does not exist.
+    afterwards: at most `max_bytes`, for at most `max_secs` of writing and as much of
+    reading, but at least one large file. In object stores, `directory` need not exist.
     """
     root = _storage.paths.resolve(directory)
     if not _storage.paths.is_remote(root) and not root.is_dir():

@@ -18,15 +18,13 @@ from flaxckpt.policies import PreservationPolicy
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A step that was saved, whether or not it still exists.
+    """A step that was saved, whether or not it still exists; None is unknown.
 
     Attributes:
-        step: The step.
-        saved: When the save was durable, in seconds since 1970; None if unknown.
-        bytes: Bytes written by the save; None if unknown.
-        metrics: The metrics of the step.
-        blocked_secs: Seconds that the training loop waited; None if unknown.
-        total_secs: Seconds until the step was durable; None if unknown.
+        saved: When the save was durable, in seconds since 1970.
+        bytes: Bytes written by the save.
+        blocked_secs: Seconds that the training loop waited.
+        total_secs: Seconds until the step was durable.
         deleted: When the step was deleted, in seconds since 1970; None if it exists.
             NaN if nobody recorded the deletion.
         reason: The recorded reason of the deletion.
@@ -62,14 +60,6 @@ def history(path: PathLike, step_format: str | None = None) -> list[SavedStep]:
     """Returns every step that a run directory has or had, ascending.
 
     A journal in an object store, and a run without a journal, miss older steps.
-
-    Args:
-        path: The run directory.
-        step_format: The format of step names; detected by default.
-
-    Raises:
-        CheckpointNotFoundError: The path does not exist.
-        CheckpointFormatError: The path is neither a run directory nor a checkpoint.
     """
     root = _storage.paths.resolve(path)
     events = _steps.journal.read(root / _steps.journal.NAME)
@@ -160,13 +150,7 @@ def _metrics(value: JSON) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The choice of a policy at the time when a step was deleted.
-
-    Attributes:
-        policy: The policy as text.
-        kept: The steps that the policy kept then, ascending.
-        metric: The metric that the policy compares, or None.
-    """
+    """The choice of a policy, `kept`, at the time when a step was deleted."""
 
     policy: str
     kept: tuple[int, ...]
@@ -176,18 +160,11 @@ class Verdict:
 def explain_deletions(
     events: Iterable[Event], listing: Listing
 ) -> dict[int, tuple[Verdict, ...]]:
-    """Returns the choices of the policies when steps were deleted.
+    """Returns step -> a verdict for each policy in force at its last deletion.
 
-    Args:
-        events: The journal of the run.
-        listing: The steps that exist. Policies did not count steps that were marked as
-            damaged at the time.
-
-    Returns:
-        Step -> a verdict for each policy in force at its last deletion. Steps are
-        missing if they were not deleted by the policies of the run, or if these are
-        unknown. Policies that would have kept the step are left out: the journal does
-        not have all that they knew.
+    Steps are missing if they were not deleted by the policies of the run, or if these
+    are unknown. Policies that would have kept the step are left out: the journal does
+    not have all that they knew. They did not count steps marked as damaged at the time.
     """
     verdicts: dict[int, tuple[Verdict, ...]] = {}
     saved: dict[int, SavedStep] = {}
@@ -243,13 +220,9 @@ class Ranking:
     """The place of a step among all steps that were saved with a metric.
 
     Attributes:
-        metric: The metric.
-        end: The end of the ranking that is best.
-        value: The metric of the step.
         place: 1 for the best step, and so on.
         count: The number of steps with a finite value.
         next: The step behind this one; None for the last step.
-        next_value: The metric of `next`.
         better: Better steps -> the metric: the nearest that exists, and the nearest
             that was deleted.
     """
@@ -267,13 +240,7 @@ class Ranking:
 def rank(
     number: int, best: policies.BestN, steps: Sequence[SavedStep]
 ) -> Ranking | None:
-    """Returns the place of a step in the order of a policy; None without the metric.
-
-    Args:
-        number: The step.
-        best: The policy.
-        steps: The history of the run.
-    """
+    """Returns the place of a step in the order of a policy; None without the metric."""
     known = {each.step: each.metrics.get(best.metric) for each in steps}
     ranked = policies.rank(known, best.mode)
     if number not in ranked:

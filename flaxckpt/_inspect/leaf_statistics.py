@@ -24,22 +24,14 @@ _VALUES_SHOWN = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafStatistics:
-    """Statistics of a leaf's values.
+    """Statistics of a leaf's values; `min` to `norm` of the finite ones, or None.
 
     Complex numbers count by their absolute values, PRNG keys by their words.
 
     Attributes:
-        info: The leaf.
         count: The number of elements.
-        min: The smallest finite element; None without finite elements, as the next
-            four.
-        max: The largest.
-        mean: Of the finite elements.
-        std: Their standard deviation, of the population and not of a sample.
-        norm: The root of the sum of their squares.
-        zeros: The number of zeros.
-        nans: The number of NaNs.
-        infs: The number of infinities.
+        std: The standard deviation of the population, and not of a sample.
+        norm: The root of the sum of the squares.
         edges: The edges of the bins of the histogram, one more than there are bins.
         histogram: The number of finite elements in each bin.
         values: All elements, if few; the text of a string.
@@ -68,15 +60,7 @@ def leaf_statistics(
 ) -> LeafStatistics:
     """Reads a leaf of a checkpoint, twice, and returns its statistics.
 
-    Args:
-        path: A checkpoint, or a run directory of steps.
-        leaf_path: The leaf.
-        step: The step of a run directory; the newest by default.
-        bins: The number of bins of the histogram.
-
-    Raises:
-        RestoreMismatchError: The leaf does not exist.
-        CheckpointError: As for `load`.
+    Raises RestoreMismatchError if the leaf does not exist; see also `load`.
     """
     return statistics_of(locate.open_checkpoint(path, step), leaf_path, bins=bins)
 

@@ -26,14 +26,11 @@ class Step:
 
     Attributes:
         step: The step in a run directory; None for a checkpoint outside of a run.
-        path: The checkpoint.
         format: As `CheckpointMetadata.format`, or `unknown`.
         created: The start of the save, in seconds since 1970, or None.
         bytes: The size of its files; None in object stores.
-        metrics: The metrics of the step.
         marks: Some of `latest`, `best`, `pinned`, `temporary`, `being read`, `damaged`.
         why: The reasons to keep it; empty if it would be deleted.
-        damage: The known damage, or None.
         deleted_items: The items that were deleted on purpose.
         is_counted: True unless policies leave the step out: a step with the marker of
             damage, or without a whole description.
@@ -54,12 +51,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The checkpoints at a path.
+    """The checkpoints at a path, the oldest first.
 
     Attributes:
-        path: A run directory, or a checkpoint.
-        is_run: True for a run directory.
-        steps: The checkpoints, the oldest first.
         bytes: The size of all their files, with shared files counted once; None in
             object stores.
         keep: The policies, given or recorded by the run; None if unknown.
@@ -88,18 +82,9 @@ def listing(
     step_format: str | None = None,
     newest: int | None = None,
 ) -> Listing:
-    """Lists the checkpoints at a path without reading arrays.
+    """Lists the checkpoints at a path, or the `newest`, without reading arrays.
 
-    Args:
-        path: A run directory, or a checkpoint.
-        keep: The policies of the run; by default those that the run has recorded.
-        step_format: The format of step names; detected by default.
-        newest: The number of the newest steps to list; all by default.
-
-    Raises:
-        CheckpointNotFoundError: The path does not exist.
-        CheckpointFormatError: The path is neither a run directory nor a checkpoint.
-        OptionError: No step has the metric of a policy in `keep`.
+    Raises OptionError if no step has the metric of a policy in `keep`.
     """
     root = _formats.follow(_storage.paths.resolve(path))
     if step_format is None and root.exists() and _formats.recognises(root):
@@ -214,7 +199,6 @@ class StepUsage(NamedTuple):
 
     Attributes:
         step: The step; None for a checkpoint outside of a run.
-        bytes: The size of all its files.
         own: The size of the files that no older step has.
     """
 
@@ -225,11 +209,9 @@ class StepUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """The disk usage of a run directory or a checkpoint.
+    """The disk usage of a run directory or a checkpoint, the oldest step first.
 
     Attributes:
-        path: A run directory, or a checkpoint.
-        steps: The usage of each checkpoint, the oldest first.
         bytes: The total, with each file counted once; None if unknown.
         shown: The checkpoint that `subtrees` describes, or None.
         subtrees: Its containers and leaves, with the size of their values.
@@ -251,14 +233,7 @@ def disk_usage(
 ) -> DiskUsage:
     """Returns the disk usage of a run directory or a checkpoint.
 
-    Args:
-        path: A run directory, or a checkpoint.
-        step: The step for `subtrees`; the newest by default.
-        depth: The depth of `subtrees`.
-        step_format: The format of step names; detected by default.
-
-    Raises:
-        CheckpointError: As for `metadata`.
+    `step` is that of `subtrees`, by default the newest, and `depth` their depth.
     """
     root = _formats.follow(_storage.paths.resolve(path))
     paths: list[tuple[int | None, Path]] = [(None, root)]

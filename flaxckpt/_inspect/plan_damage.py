@@ -12,10 +12,8 @@ from flaxckpt._inspect import run_view
 class PlanDamage(NamedTuple):
     """Known damage of the checkpoint of a plan.
 
-    Attributes:
-        reason: The damage.
-        is_read: True if the restore would read the damaged files. False if it would
-            not, as far as is known.
+    `is_read` is False if the restore would not read the damaged files, as far as is
+    known.
     """
 
     reason: str

@@ -220,11 +220,7 @@ def _compare_steps(training: _Training, steps: list[int]) -> ReplayReport:
 
 
 def _check_arguments(train_step: Callable[..., Any], dataset: Any) -> None:
-    """Checks that `train_step` takes a state, and a batch if there is a dataset.
-
-    Raises:
-        OptionError: It takes other arguments; or `dataset` is a list.
-    """
+    """Raises OptionError if `train_step` takes no state, or no batch of a dataset."""
     if isinstance(dataset, list | tuple):
         raise errors.OptionError(
             "dataset must be one iterator of batches, got"
@@ -244,12 +240,7 @@ def _check_arguments(train_step: Callable[..., Any], dataset: Any) -> None:
 
 
 def _choose_steps(checkpointer: Checkpointer, step_a: int, step_b: int) -> list[int]:
-    """Returns the steps of all checkpoints from `step_a` to `step_b`.
-
-    Raises:
-        CheckpointNotFoundError: The run lacks one of the two steps.
-        OptionError: `step_b` is not greater than `step_a`.
-    """
+    """Returns the steps of all checkpoints from `step_a` to `step_b`."""
     first = _util.arguments.check_int("step_a", step_a, least=0)
     last = _util.arguments.check_int("step_b", step_b, least=0)
     if last <= first:
@@ -279,15 +270,7 @@ class _StepPrint(NamedTuple):
 
 
 class _Training:
-    """The training of a run, to be repeated from its checkpoints.
-
-    Args:
-        checkpointer: The run.
-        train_step: See `replay`.
-        dataset: See `replay`.
-        abstract_state: See `replay`.
-        transforms: See `replay`.
-    """
+    """The training of a run, to be repeated from its checkpoints; see `replay`."""
 
     def __init__(
         self,
@@ -330,12 +313,7 @@ class _Training:
     def repeat(
         self, state: PyTree, begin: int, end: int
     ) -> Iterator[tuple[int, PyTree, _StepPrint]]:
-        """Yields each step after `begin` up to `end`, its state and its fingerprint.
-
-        Raises:
-            DatasetStateError: The dataset ends too early.
-            OptionError: `train_step` does not return a state.
-        """
+        """Yields each step after `begin` up to `end`, its state and its fingerprint."""
         for step in range(begin + 1, end + 1):
             batch = () if self._batches is None else (self._next_batch(step),)
             batch_print = fingerprint.take({_BATCH: batch})  # it may be donated
@@ -399,13 +377,8 @@ def _find_state(
 ) -> Callable[[PyTree, Any], PyTree]:
     """Returns the function from a state and the result of a step to the next state.
 
-    Args:
-        given: The state that the step was given.
-        paths: The leaf paths of that state before the step.
-        returned: The result of the step.
-
-    Raises:
-        OptionError: The result has no such state.
+    `given` is the state that the step was given, and `paths` are its leaf paths before
+    the step. Raises OptionError if the result has no such state.
     """
 
     def is_state(value: Any) -> bool:

@@ -26,14 +26,8 @@ def write_call(
 ) -> str:
     """Returns the call of the restore of a plan, in one line.
 
-    Args:
-        path: The checkpoint, or its run directory.
-        step: Step of a run directory; None for the newest.
-        transforms: The transforms of the checkpoint.
-        missing: How leaves that the checkpoint lacks are treated.
-        optimizer: How to match optimizer leaves; None for the default of the call.
-        unused: How leaves that the state lacks are treated.
-        as_source: True for the source of a new run.
+    The arguments are those of the restore; `as_source` is True for the source of a new
+    run.
     """
     listed = ", ".join(_transforms.describe(transforms))
     prefix = "source_" if as_source else ""
@@ -70,13 +64,7 @@ def describe_loaded(plan: RestorePlan) -> str:
 def describe_fresh(
     plan: RestorePlan, *, missing: Literal["error", "init"], as_source: bool
 ) -> str:
-    """Returns which state to pass for the leaves that keep its values; empty for none.
-
-    Args:
-        plan: The plan.
-        missing: How leaves that the checkpoint lacks are treated.
-        as_source: True for the source of a new run.
-    """
+    """Returns which state to pass for the leaves that keep its values, or ""."""
     fresh = {
         path: leaf.wanted
         for path, leaf in plan.leaves.items()

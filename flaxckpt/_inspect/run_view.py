@@ -24,7 +24,6 @@ class RunView:
     """The steps under a run directory, as seen from outside of the run.
 
     Attributes:
-        root: The run directory.
         steps: The steps and former steps by number, ascending.
         step_format: The format of step names, if given by the caller.
     """
@@ -39,11 +38,7 @@ class RunView:
         return {number: step.path for number, step in self.steps.items()}
 
     def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
-        """Returns rules with the policies `keep`; if None, the recorded rules.
-
-        Returns:
-            The rules; None if there are no policies and no recorded rules.
-        """
+        """Returns rules with the policies `keep`, or the recorded rules, or None."""
         if keep is not None:
             return Rules(keep=policies.check(keep, "keep"))
         return _run.settings.read_rules(self.root, self.paths)
@@ -53,9 +48,6 @@ class RunView:
 
         Of the newest and the best steps, checks the names and sizes of the files: to
         check those of all steps takes seconds.
-
-        Args:
-            keep: The policies; by default those that the run has recorded.
         """
         rules = self.rules(keep) or Rules()
         found = _run.judge.Judge(rules).explain(self.steps)
@@ -66,11 +58,7 @@ class RunView:
         return found._replace(reasons=dict(sorted(reasons.items())))
 
     def check_metrics(self, rules: Rules) -> None:
-        """Checks that steps have the metrics of policies, such as after a typing error.
-
-        Raises:
-            OptionError: A policy keeps nothing, as no step has its metric.
-        """
+        """Raises OptionError if no step has the metric of a policy."""
         counted = [step for step in self.steps.values() if step.is_counted]
         together = (rules.keep, *rules.keep_items.values())
         for policy, others in [(policy, keep) for keep in together for policy in keep]:
@@ -103,15 +91,8 @@ class RunView:
 def survey(root: Path, step_format: str | None = None) -> RunView:
     """Finds the steps of a run directory; none in a run that has just started.
 
-    Args:
-        root: The directory.
-        step_format: The format of step names; by default the usual formats, or the
-            format recorded by the run.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError: The path does not exist, or is
-            not a run directory.
-        OptionError: The path is a single checkpoint.
+    The format of step names is by default a usual one, or the one recorded by the run.
+    Raises OptionError if the path is a single checkpoint.
     """
     if not root.is_dir() or _formats.recognises(root):
         _formats.detect(root)
@@ -150,14 +131,8 @@ def find_lost_files(
 ) -> str | None:
     """Returns what the files of a step lack, by names, sizes and descriptions, or None.
 
-    Args:
-        path: The step.
-        step: The step that it must be; None for any.
-        leaves: The leaves whose files are compared; by default all files are.
-
-    Returns:
-        The damage; None in an object store, which has an object completely or not
-        at all.
+    `step` is the step that it must be; None for any. Only the files of `leaves` are
+    compared, by default all. An object store has an object completely or not at all.
     """
     if _storage.of(path).costs_requests:
         return None
@@ -177,16 +152,8 @@ def _run_opened(
 ) -> Iterator[RunSteps]:
     """Opens the steps of an existing run directory.
 
-    Args:
-        path: The directory.
-        step_format: The format of step names; detected by default.
-        rules: Rules of retention.
-        read_only: True to change nothing; otherwise, files left by crashes are removed.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError: The path is not a run directory.
-        OptionError: The path is a single checkpoint, or the names of its steps are not
-            those of a run of flaxckpt.
+    Unless `read_only`, files left by crashes are removed. Raises OptionError for a
+    single checkpoint, and for names of steps that are not those of a run of flaxckpt.
     """
     root = _storage.paths.resolve(path)
     name = survey(root, step_format).checkpointer_format()
@@ -219,14 +186,7 @@ def _open_steps(
 
 
 def update_marker(report: VerifyReport) -> None:
-    """Marks a damaged step of a run, or unmarks a good one, and records it.
-
-    Args:
-        report: A report on the step.
-
-    Raises:
-        SaveFailedError: The marker cannot be written or removed.
-    """
+    """Marks a damaged step of a run, or unmarks a good one, and records it."""
     path = _storage.paths.resolve(report.path)
     events = _run.events.Stream(path.parent, path.parent / _steps.journal.NAME)
     with contextlib.closing(events):
@@ -238,7 +198,6 @@ class Pruned:
     """The result of pruning, or of a dry run.
 
     Attributes:
-        path: The run directory.
         dry_run: True if nothing was deleted.
         deleted: The steps to delete.
         left: Steps that could not be deleted; the log has the reasons.
@@ -265,17 +224,9 @@ def prune(
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
-    Args:
-        path: The run directory.
-        rules: The rules of retention; by default those that the run has recorded.
-        dry_run: True to delete nothing.
-        step_format: The format of step names; detected by default.
-
-    Raises:
-        OptionError: A policy uses a metric that no step has, or there are neither
-            policies nor recorded policies.
-        SaveFailedError: The newest step is damaged, so older steps are kept.
-        CheckpointError: The path is not a run directory with steps of one format.
+    The rules are by default those that the run has recorded. Raises OptionError if no
+    step has the metric of a policy, or there are no policies; SaveFailedError if the
+    newest step is damaged, so older steps are kept.
     """
     root = _storage.paths.resolve(path)
     if rules is None:
@@ -298,11 +249,7 @@ def prune(
 
 
 def _recorded_rules(root: Path, step_format: str | None) -> Rules:
-    """Returns the rules that a run has recorded.
-
-    Raises:
-        OptionError: The run has recorded no policies.
-    """
+    """Returns the rules that a run has recorded; raises OptionError without any."""
     rules = survey(root, step_format).rules()
     if rules is None:
         raise _no_policies(root, "has recorded no policies")
@@ -341,22 +288,7 @@ def set_pinned(
     pinned: bool,
     step_format: str | None = None,
 ) -> str:
-    """Pins or unpins steps; all of them or none.
-
-    Args:
-        path: The run directory.
-        steps: The steps.
-        pinned: True to pin, False to unpin.
-        step_format: The format of step names; detected by default.
-
-    Returns:
-        The run directory.
-
-    Raises:
-        CheckpointNotFoundError: A step does not exist.
-        SaveFailedError: The change could not be written.
-        CheckpointError: The path is not a run directory with steps of one format.
-    """
+    """Pins or unpins steps, all of them or none, and returns the run directory."""
     with _run_opened(path, step_format, Rules(), read_only=True) as run:
         for step in steps:
             run.path(step)  # raises if it does not exist

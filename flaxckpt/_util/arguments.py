@@ -48,11 +48,7 @@ def is_path(value: Any) -> bool:
 
 
 def check_int(name: str, value: Any, *, least: int | None = None) -> int:
-    """Returns `value` as a plain int.
-
-    Raises:
-        OptionError: `value` is not an integer, or is less than `least`.
-    """
+    """Returns `value` as a plain int of at least `least`, or raises OptionError."""
     try:
         number = None if isinstance(value, bool) else int(operator.index(value))
     except (TypeError, ValueError):
@@ -66,11 +62,7 @@ def check_int(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[T]) -> T:
-    """Returns `value`, one of `choices`.
-
-    Raises:
-        OptionError: `value` is none of them.
-    """
+    """Returns `value`, one of `choices`, or raises OptionError."""
     for choice in choices:
         if type(value) is type(choice) and value == choice:
             return choice
@@ -85,8 +77,7 @@ def check_ints(
 ) -> tuple[Any, ...]:
     """Returns `values` as a tuple of plain ints, and of None if `or_none`.
 
-    Raises:
-        OptionError: `values` is not a list, or holds an invalid value.
+    Raises OptionError if `values` is not a list, or holds an invalid value.
     """
     if not is_list(values):
         raise errors.OptionError(
@@ -101,11 +92,7 @@ def check_ints(
 
 
 def check_number(name: str, value: Any) -> None:
-    """Checks that `value` is a real number.
-
-    Raises:
-        OptionError: `value` is NaN, or not a number.
-    """
+    """Raises OptionError if `value` is NaN or not a real number."""
     try:
         is_number = not isinstance(value, bool | str | bytes) and value == float(value)
     except (TypeError, ValueError):
@@ -115,33 +102,21 @@ def check_number(name: str, value: Any) -> None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Checks that `value` is a number above 0.
-
-    Raises:
-        OptionError: `value` is not a positive number.
-    """
+    """Raises OptionError if `value` is not a number above 0."""
     check_number(name, value)
     if value <= 0:
         raise errors.OptionError(f"{name} must be positive, got {value}")
 
 
 def check_not_negative(name: str, value: Any) -> None:
-    """Checks that `value` is a number of at least 0.
-
-    Raises:
-        OptionError: `value` is negative, or not a number.
-    """
+    """Raises OptionError if `value` is not a number of at least 0."""
     check_number(name, value)
     if value < 0:
         raise errors.OptionError(f"{name} must be 0 or more, got {value}")
 
 
 def check_timeout(name: str, value: Any) -> None:
-    """Checks that `value` is a timeout in seconds, or None.
-
-    Raises:
-        OptionError: `value` is negative, or not a number.
-    """
+    """Raises OptionError if `value` is not None and not a number of at least 0."""
     if value is not None:
         check_number(name, value)
         if value < 0:

@@ -44,14 +44,9 @@ def row(
     is_bold: bool = False,
     **attributes: object,
 ) -> html.Markup:
-    """Returns a row of the table of a card.
+    """Returns a row of the table of a card, with the attributes of its element.
 
-    Args:
-        cells: The texts.
-        numbers: The columns that are aligned to the right.
-        tag: The tag of cells, `td` or `th`.
-        is_bold: Whether to print the row in bold type.
-        **attributes: Attributes of the row.
+    The columns `numbers` are aligned to the right; `tag` of cells is `td` or `th`.
     """
     weight = ";font-weight:600" if is_bold else ""
     elements = [

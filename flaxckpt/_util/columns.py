@@ -37,12 +37,8 @@ def fold(
 ) -> Table | Text:
     """Returns what rich prints for a table: columns, or a paragraph for each row.
 
-    Args:
-        titles: The headings; without any, the table has no header.
-        rows: The cells, each with its style.
-        width: The width of the terminal.
-        numbers: The columns that are aligned to the right and never folded.
-        whole: Other columns that are never folded.
+    Without `titles`, the table has no header. Each cell has its style. The columns
+    `numbers` are aligned to the right and never folded, nor are the columns `whole`.
     """
     from rich.table import Table
     from rich.text import Text
@@ -83,12 +79,8 @@ def fit_widths(
 
     Each column has its longest part of a word. The rest of the width goes to the
     longest type of each column, then to the leaf paths, in the first column, then to
-    the other columns.
-
-    Args:
-        rows: The cells, with the titles.
-        width: The width of the terminal, without the gaps between columns.
-        whole: The columns whose cells are never folded, such as numbers.
+    the other columns. `width` is without the gaps between columns; the cells of the
+    columns `whole` are never folded.
     """
     columns = [*zip(*rows, strict=True)]
     widths = [max(map(_least_width, column)) for column in columns]

@@ -18,7 +18,6 @@ class LeafLine(NamedTuple):
     """A row of a table of leaves.
 
     Attributes:
-        name: The leaf path.
         cells: Texts that are equal in folded rows.
         source: A text with the same numbers as the name, such as another leaf path.
         leaves: The number of leaves.
@@ -33,11 +32,8 @@ class LeafLine(NamedTuple):
 class _Pattern(NamedTuple):
     """A row without its numbers; folded rows have equal patterns.
 
-    Attributes:
-        name: The parts of the name between its numbers.
-        source: The parts of the source; an int is the position of the same number in
-            the name.
-        cells: The cells of the row.
+    `name` has the parts of the name between its numbers. An int in `source` is the
+    position of the same number in the name.
     """
 
     name: tuple[str, ...]
@@ -97,9 +93,7 @@ def _split(row: LeafLine) -> tuple[_Pattern, _Numbers]:
 def _merge(places: Mapping[_Numbers, int], positions: int) -> dict[_Numbers, int]:
     """Unites numbers at one position where all others are equal, position by position.
 
-    Args:
-        places: Numbers of a row -> its place.
-        positions: The number of positions.
+    `places` is the numbers of a row -> its place.
     """
     merged = dict(places)
     for position in reversed(range(positions)):

@@ -15,18 +15,9 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object created separately in each process, also after a fork.
+    """An object that `make` creates separately in each process, also after a fork.
 
     A thread that forks while holding a lock releases the lock of its own process.
-
-    ```python
-    lock = PerProcess(threading.Lock)
-    with lock.get():
-        ...
-    ```
-
-    Args:
-        make: Creates the object when a process first calls `get`.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

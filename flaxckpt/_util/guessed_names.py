@@ -90,10 +90,8 @@ def spell_out(options: type, source: Callable[..., Any]) -> Callable[[T], T]:
     """Lists options as parameters of functions that take them as `**options`.
 
     For `help`, `inspect.signature` and the errors of `explain`, which comes above.
-
-    Args:
-        options: The `TypedDict` of the options.
-        source: A dataclass that has the options as fields, with their defaults.
+    `options` is a `TypedDict`, and `source` a dataclass that has the options as fields,
+    with their defaults.
     """
     types = options.__annotations__
     listed = [
@@ -126,13 +124,7 @@ def answer(place: str, name: str) -> str | None:
 
 
 def unknown_name(module: str, name: str, inner: str | None = None) -> AttributeError:
-    """Returns the error for a name that a module does not have.
-
-    Args:
-        module: The module.
-        name: The name.
-        inner: The module inside that has the name, if there is one.
-    """
+    """Returns the error for a name that a module lacks; `inner` may have it."""
     if (error := _answered(module, name)) is not None:
         return error
     if inner is not None:
@@ -168,11 +160,8 @@ def _getter(place: str) -> Callable[[object, str], Any]:
 def _explain_arguments(function: T, place: str, called: str, *, is_method: bool) -> T:
     """Returns the function, with other errors about its arguments.
 
-    Args:
-        function: The function.
-        place: Its place in the table, and its name in errors.
-        called: Its name in a call.
-        is_method: Whether the first argument is `self`.
+    `place` is its place in the table, and its name in errors; `called` is its name in a
+    call. The first argument of a method is `self`.
     """
     spelled_out = getattr(function, "__signature__", None)
     known = spelled_out and spelled_out.parameters.keys()
@@ -255,11 +244,8 @@ def fill_in(answer: str, given: Sequence[object]) -> str:
     """Returns an answer, `write BestN(1, "loss", "min")`, with values of a call.
 
     A value takes the place of the first one of its type, whatever the order of the
-    call; `"min"` and `"max"` take the place of each other only.
-
-    Args:
-        answer: The answer; one that is no call of numbers and texts stays as it is.
-        given: The values of the call.
+    call; `"min"` and `"max"` take the place of each other only. An answer that is no
+    call of numbers and texts stays as it is.
     """
     try:
         call = ast.parse(answer.removeprefix("write "), mode="eval").body

@@ -22,13 +22,10 @@ NOTHING = Markup("")
 
 
 def element(name: str, *children: object, **attributes: object) -> Markup:
-    """Returns an element with children.
+    """Returns an element with children: markup, or values to escape.
 
-    Args:
-        name: The tag.
-        *children: Markup, or values to escape.
-        **attributes: Attributes by name: a trailing `_` is dropped, any other `_`
-            becomes `-`. None omits the attribute.
+    Of names of attributes, a trailing `_` is dropped, and any other `_` becomes `-`.
+    None omits the attribute.
     """
     markup = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'

@@ -32,15 +32,9 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 def copy(value: Mapping[str, Any], at: str, depth: int = 0) -> dict[str, JSON]:
     """Returns a deep copy of a mapping in JSON types; tuples become lists.
 
-    Scalars of numpy, and arrays of no axes, become Python numbers.
-
-    Args:
-        value: A mapping that the caller may change afterwards.
-        at: The name of the mapping, for messages: `metadata`.
-        depth: Number of containers around the mapping.
-
-    Raises:
-        ValueError: JSON would not return an equal value; the message names the item.
+    Scalars of numpy, and arrays of no axes, become Python numbers. `at` is the name of
+    the mapping in messages, and `depth` the number of containers around it. Raises
+    ValueError if JSON would not return an equal value.
     """
     copied: dict[str, JSON] = {}
     for key, item in value.items():
@@ -116,10 +110,9 @@ def advise_on_generator(value: Any) -> str:
 
 
 def check_text(value: str, at: str) -> str:
-    """Returns a string as a plain `str`; an Enum as its value.
+    """Returns a string as a plain `str`, and an Enum as its value.
 
-    Raises:
-        ValueError: JSON would return another string; the message names the item.
+    Raises ValueError, which names the item, if JSON would return another string.
     """
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
@@ -138,10 +131,9 @@ def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object for `json.loads`, rejecting duplicate keys.
+    """Builds an object for `json.loads`; raises ValueError if a key occurs twice.
 
-    Raises:
-        ValueError: A key occurs twice; JSON parsers disagree on which value counts.
+    JSON parsers disagree on which value counts.
     """
     data = dict(pairs)
     if len(data) != len(pairs):

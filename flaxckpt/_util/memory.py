@@ -27,16 +27,10 @@ def is_too_large(error: BaseException) -> bool:
 
 
 def check(size: int) -> None:
-    """Raises ValueError if `size` bytes exceed the free memory.
+    """Raises TooLargeError if `size` bytes exceed the free memory.
 
     TensorStore aborts the process if an allocation fails, and a system that overcommits
     memory kills the process once zeros are written.
-
-    Args:
-        size: In bytes.
-
-    Raises:
-        TooLargeError: The memory is not free.
     """
     if size <= _CHECKED_FROM:
         return
@@ -77,9 +71,7 @@ def _process_bytes() -> int | None:
 def batches(sized: Iterable[tuple[_T, int]], max_bytes: int) -> Iterator[list[_T]]:
     """Divides items, in order, into batches of at most `max_bytes`.
 
-    Args:
-        sized: Each item and its size in bytes; a larger item gets its own batch.
-        max_bytes: The limit of a batch.
+    A larger item gets its own batch.
     """
     batch: list[_T] = []
     total = 0

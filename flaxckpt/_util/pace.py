@@ -39,18 +39,13 @@ class Pace:
         return self._is_lifted
 
     def start(self, work: Callable[[], None], threads: int) -> list[threading.Thread]:
-        """Calls `work` on new threads of low priority, unless lifted.
+        """Calls `work` on new threads of low priority, unless lifted, and returns them.
 
-        Returns when all calls have ended, or earlier if someone waits: by `lift`, or
-        at the end of the program. A thread cannot raise its priority again, so the
+        `work` does a share of the work, and raises no errors. The system may have fewer
+        threads. Returns when all calls have ended, or earlier if someone waits: by
+        `lift`,
+        or at the end of the program. A thread cannot raise its priority again, so the
         caller then shares the work with them.
-
-        Args:
-            work: A function that does a share of the work, and raises no errors.
-            threads: The number of threads.
-
-        Returns:
-            The threads; fewer if the system has no more threads.
         """
         running: set[threading.Thread] = set()
 

@@ -80,11 +80,7 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Returns the text of a key, waiting for up to `timeout_secs`.
-
-        Raises:
-            TimeoutError: No text was set in time.
-        """
+        """Returns the text of a key; raises TimeoutError if none was set in time."""
         with _jax_errors_as_oserror():
             milliseconds = max(1, int(timeout_secs * 1000))
             return str(self._client.blocking_key_value_get(key, milliseconds))

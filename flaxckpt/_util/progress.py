@@ -33,11 +33,8 @@ _showing = forks.PerProcess(threading.Lock)
 class Counter:
     """Counts the bytes or steps of an operation; thread-safe.
 
-    Attributes:
-        what: The operation, for people: `saving step 3`.
-        of_bytes: True if bytes are counted, False for steps.
-        total: The expected total; 0 while unknown.
-        done: The finished bytes or steps.
+    `what` is the operation, for people: `saving step 3`. The expected `total` is 0
+    while unknown.
     """
 
     def __init__(self, what: str, *, of_bytes: bool = True, total: int = 0) -> None:

@@ -36,11 +36,7 @@ def write(
 ) -> str:
     """Returns the call that was probably meant, `save(1, state)`.
 
-    Args:
-        name: The name of the function in the call.
-        function: The function; for a method, without `self` in `args`.
-        args: The positional arguments of the wrong call.
-        options: Its keyword arguments.
+    `args` and `options` are those of the wrong call; for a method, without `self`.
     """
     parameters = _parameters(function)
     places, _ = _assign(parameters, args, options)

@@ -51,16 +51,9 @@ def each(
 ) -> None:
     """Calls `function` once for every item, on up to `threads` threads.
 
-    Args:
-        function: The function.
-        items: Its arguments.
-        threads: The number of threads.
-        pace: If given, the threads have low priority until the pace is lifted; then as
-            many others help.
-
-    Raises:
-        BaseException: The first exception of a call. Items not yet started are skipped;
-            all running calls have ended.
+    If a pace is given, the threads have low priority until it is lifted; then as many
+    others help. Raises the first exception of a call, once all running calls have
+    ended; items not yet started are skipped.
     """
     waiting = collections.deque(items)
     raised: list[BaseException] = []
@@ -90,11 +83,8 @@ def each(
 def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
 
-    Yields:
-        A check that the block may call, which raises if `function` has failed.
-
-    Raises:
-        BaseException: The exception of the block, else of `function`.
+    Yields a check that the block may call, which raises if `function` has failed. The
+    exception of the block comes before that of `function`.
     """
     raised: list[BaseException] = []
 
@@ -134,9 +124,8 @@ def wait_for(
 ) -> bool:
     """Waits until a thread sets an event, or the time is over.
 
-    Returns:
-        False if the thread has ended without setting the event: Python ends it so if
-        there is no memory to begin its work.
+    Returns False if the thread has ended without setting the event: Python ends it so
+    if there is no memory to begin its work.
     """
     until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
     while not event.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
@@ -159,15 +148,9 @@ _LOOK_SECS = 60.0
 class Heartbeat:
     """Calls a function again and again, on a thread that does not hold up an exit.
 
-    Exit handlers of modules that import this one run before the calls end.
-
-    Args:
-        beat: The function. It handles its errors, and ends the calls with False.
-        secs: Seconds before each call.
-        name: Name of the thread.
-
-    Raises:
-        RuntimeError: The system has no more threads.
+    Exit handlers of modules that import this one run before the calls end. The function
+    handles its errors, and ends the calls with False; `secs` pass before each call.
+    Raises RuntimeError if the system has no more threads.
     """
 
     def __init__(self, beat: Callable[[], object], secs: float, name: str) -> None:
