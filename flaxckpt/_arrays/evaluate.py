@@ -58,11 +58,10 @@ def _check_equal(differences: Iterable[_Difference]) -> None:
 
 
 def _check_no_stored(leaf: Leaf) -> None:
-    stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
-    if stored:
+    if leaf.stored:
         raise errors.OptionError(
-            f"{leaf.info.path} would be read from {stored[0].root}, but a save has only"
-            " the state: load the other checkpoint first, or use convert"
+            f"{leaf.info.path} would be read from {leaf.stored[0].root}, but a save has"
+            " only the state: load the other checkpoint first, or use convert"
         )
 
 
@@ -153,8 +152,7 @@ def _batches(leaves: Sequence[Leaf], max_bytes: int) -> Iterator[list[Leaf]]:
 def _bytes_of(group: Sequence[Leaf]) -> int:
     """Returns the bytes of leaves and of their sources."""
     infos = [leaf.info for leaf in group]
-    sources = {id(s): s for leaf in group for s in leaf.sources}.values()
-    infos += [s.info for s in sources if isinstance(s, StoredLeaf)]
+    infos += {id(s): s.info for leaf in group for s in leaf.stored}.values()
     return sum(map(forms.stored_bytes, infos))
 
 

@@ -75,7 +75,7 @@ class LoadHandle:
             CheckpointTimeoutError: The load is still reading after `timeout_secs`.
             CheckpointError: As for `load`.
         """
-        _util.arguments.check_timeout("timeout_secs", timeout_secs)
+        _util.arguments.check_timeout(timeout_secs)
         if not self.done():
             self._check_process()
             with _util.progress.bar(self._counter):

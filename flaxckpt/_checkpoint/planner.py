@@ -30,7 +30,6 @@ from flaxckpt._state.leaf import (
     LeafInfo,
     LeafTable,
     MeshAxes,
-    StoredLeaf,
 )
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PyTree
@@ -259,7 +258,7 @@ class _RecipeBuilder:
     def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
         """Adds the restore of a leaf as `wanted`; returns the bytes to read here."""
         path = wanted.path
-        stored = [s for s in leaf.sources if isinstance(s, StoredLeaf)]
+        stored = leaf.stored
         if leaf.fn is not None:
             computed = wanted
             if leaf.info.is_python_number and not wanted.is_python_number:
@@ -460,9 +459,8 @@ class _Planner:
         if not self._options.transforms:
             branch = path.partition("/")[0]
             return {branches[branch]} if branch in branches else set()
-        sources = [s for p in candidates for s in self._table[p].sources]
-        stored = [s.info.path for s in sources if isinstance(s, StoredLeaf)]
-        tops = {path.partition("/")[0] for path in stored}
+        stored = [s for p in candidates for s in self._table[p].stored]
+        tops = {source.info.path.partition("/")[0] for source in stored}
         return {
             item
             for branch, item in branches.items()
@@ -669,7 +667,7 @@ def _leaf_plan(
     wanted: LeafInfo, leaf: Leaf, source_path: LeafPath, size: int
 ) -> LeafPlan:
     """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
-    sources = [s.info for s in leaf.sources if isinstance(s, StoredLeaf)]
+    sources = [source.info for source in leaf.stored]
     if not sources:  # a transform made the leaf without stored sources
         return LeafPlan(("init",), (), wanted, leaf.info, size, leaf.transforms)
     stored = sources[0]

@@ -187,7 +187,7 @@ class SaveHandle:
             SaveCancelledError: The save was cancelled.
             CheckpointError: The save failed and saved nothing.
         """
-        _util.arguments.check_timeout("timeout_secs", timeout_secs)
+        _util.arguments.check_timeout(timeout_secs)
         self._join(timeout_secs)
         if not self.done():
             raise errors.CheckpointTimeoutError(

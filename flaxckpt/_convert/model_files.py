@@ -132,9 +132,9 @@ def read(config: Any, tokenizer: PathLike | None) -> ModelFiles:
         _log.warning("without config=, transformers cannot open the exported model")
         return ModelFiles(None, files)
     data = model_config.read_config(config)
-    if data.get("quantization_config") is not None:
+    if (entry := model_config.describe_quantization(data)) is not None:
         raise errors.OptionError(
-            "config has a quantization_config, but the exported arrays are not"
+            f"config has a {entry}, but the exported arrays are not"
             " quantized: remove this entry, and pass the config as a dict"
         )
     try:

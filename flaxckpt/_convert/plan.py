@@ -16,7 +16,7 @@ from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.model_files import ModelFiles
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Stored
-from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
@@ -121,7 +121,7 @@ def choose_format(final: Path, format: str | None) -> Any:
 def check_sources(state: writers.State) -> None:
     """Checks that all leaves can be read; opens large arrays before any work."""
     _arrays.read.check_supported(state.table.values(), state.metadata.path)
-    stored = {id(s): s for leaf in state.table.values() for s in _stored(leaf)}
+    stored = {id(s): s for leaf in state.table.values() for s in leaf.stored}
     for source in stored.values():
         if _arrays.forms.stored_bytes(source.info) > _LARGE:
             _arrays.read.open_one(source)
@@ -162,12 +162,8 @@ def make_state(
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _arrays.layout.with_chunk_shape(info, options.layout)
         table[path] = Leaf(info, leaf.sources, leaf.fn)
-    sources = {
-        p: leaf.source for p, leaf in table.items() if leaf.info.kind == "string"
-    }
     strings = {
-        path: str(source.value if isinstance(source, StoredLeaf) else source)
-        for path, source in sources.items()
+        path: leaf.text for path, leaf in table.items() if leaf.info.kind == "string"
     }
     metadata, dataset = stored.metadata, {}
     if metadata.has_dataset and options.format == "orbax":
@@ -247,7 +243,7 @@ def describe_work(
             _formats.native_manifest.leaf_row(leaf.info),
             [
                 [str(source.root), source.info.path, str(source.info)]
-                for source in _stored(leaf)
+                for source in leaf.stored
             ],
         ]
         for leaf in state.table.values()
@@ -285,7 +281,7 @@ def _programs_digest(state: writers.State) -> str:
     for leaf in state.table.values():
         if leaf.fn is None:
             continue
-        sources = _stored(leaf)
+        sources = leaf.stored
         if len(sources) < len(leaf.sources):  # values of the caller
             return os.urandom(16).hex()
         try:
@@ -298,9 +294,5 @@ def _programs_digest(state: writers.State) -> str:
 
 def source_roots(state: writers.State) -> list[Path]:
     """Returns the checkpoints with the sources of the leaves."""
-    stored = [source for leaf in state.table.values() for source in _stored(leaf)]
+    stored = [source for leaf in state.table.values() for source in leaf.stored]
     return list(dict.fromkeys(source.root for source in stored))
-
-
-def _stored(leaf: Leaf) -> list[StoredLeaf]:
-    return [source for source in leaf.sources if isinstance(source, StoredLeaf)]

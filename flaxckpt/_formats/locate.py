@@ -61,14 +61,10 @@ class Located(NamedTuple):
 
 
 def open_checkpoint(
-    path: PathLike,
-    step: int | None = None,
-    *,
-    step_format: str | None = None,
-    types: Sequence[type] = (),
+    path: PathLike, step: int | None = None, *, types: Sequence[type] = ()
 ) -> Stored:
     """Locates a checkpoint and reads everything but the arrays."""
-    located, stored = _open(path, step, step_format, types)
+    located, stored = _open(path, step, None, types)
     check_step(located.path, located.step, stored)
     return stored
 
@@ -301,9 +297,9 @@ def read_without_classes(path: Path) -> Stored:
         return located._read(None, warn=False)
 
 
-def read_step(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
+def read_step(path: Path, step: int | None) -> Stored:
     """Reads everything but the arrays of a step of a run; of any with `step` None."""
-    stored = read_stored(path, step, types)
+    stored = read_stored(path, step)
     check_step(path, step, stored)
     return stored
 

@@ -12,7 +12,7 @@ import numpy as np
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
-from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import mirrors, patterns
 from flaxckpt._types import LeafPath, PathLike
@@ -427,7 +427,7 @@ def _compare(
     arrays = []
     for a, b in pairs:
         if a.info.kind == "string":
-            if _text(a) != _text(b):
+            if a.text != b.text:
                 changed[a.info.path] = LeafDiff("values", a.info, b.info, 1)
         else:
             arrays.append((a, b))
@@ -488,11 +488,6 @@ def _reason(path: LeafPath, error: errors.DamagedCheckpointError) -> str:
         for source, why in error.leaves.items()
     ]
     return "; ".join(reasons) or errors.one_line(str(error), _LONGEST_REASON)
-
-
-def _text(leaf: Leaf) -> str:
-    source = leaf.source
-    return str(source.value if isinstance(source, StoredLeaf) else source)
 
 
 @dataclasses.dataclass(slots=True)

@@ -26,7 +26,7 @@ def new_steps(
             never ends.
         poll_secs: Seconds between two calls of `listed`.
     """
-    _util.arguments.check_timeout("timeout_secs", timeout_secs)
+    _util.arguments.check_timeout(timeout_secs)
     _util.arguments.check_not_negative("poll_secs", poll_secs)
     seen: set[int] = set()
     is_warned = False

@@ -208,12 +208,20 @@ class Leaf:
         return source
 
     @property
+    def stored(self) -> list[StoredLeaf]:
+        """The sources that are in checkpoints."""
+        return [source for source in self.sources if isinstance(source, StoredLeaf)]
+
+    @property
+    def text(self) -> str:
+        """The value of a string leaf, which is read with the leaf table."""
+        source = self.source
+        return str(source.value if isinstance(source, StoredLeaf) else source)
+
+    @property
     def unsupported(self) -> Unsupported | None:
         """The reason why the leaf cannot be read or computed, or None."""
-        for source in self.sources:
-            if isinstance(source, StoredLeaf) and source.unsupported is not None:
-                return source.unsupported
-        return None
+        return next((s.unsupported for s in self.stored if s.unsupported), None)
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]

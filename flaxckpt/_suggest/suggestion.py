@@ -126,7 +126,8 @@ class Suggestion:
                 + "\nPass the right rows, suggest(…, transforms=[remap([…])]), or take"
                 " the first of each: accept()."
             )
-        remaps = [_remap(self.rows, self.sizes)] if self.rows else []
+        sizes: dict[str, Any] = dict(self.sizes)
+        remaps = [remap(self.rows, **sizes)] if self.rows else []
         return [*self.published, *self.given, *remaps]
 
     def accept(self) -> Suggestion:
@@ -221,11 +222,6 @@ def _part(title: str, rows: Iterable[str]) -> list[str]:
         *shown,
         *([f"  … and {more} more"] * (more > 0)),
     ]
-
-
-def _remap(rows: Sequence[Row], sizes: Mapping[str, int]) -> Transform:
-    options: dict[str, Any] = dict(sizes)
-    return remap(rows, **options)
 
 
 _HOW_TO_CHANGE = "maps.find has the map of a known family; or add scale and offset"

@@ -115,9 +115,7 @@ def check_not_negative(name: str, value: Any) -> None:
         raise errors.OptionError(f"{name} must be 0 or more, got {value}")
 
 
-def check_timeout(name: str, value: Any) -> None:
-    """Raises OptionError if `value` is not None and not a number of at least 0."""
+def check_timeout(value: Any) -> None:
+    """Raises OptionError unless `timeout_secs` is None or a number of at least 0."""
     if value is not None:
-        check_number(name, value)
-        if value < 0:
-            raise errors.OptionError(f"{name} must be 0 or more seconds, got {value}")
+        check_not_negative("timeout_secs", value)
