@@ -333,7 +333,9 @@ def value_fn(leaf: Leaf) -> Fn:
 
     def value(*args: jax.Array) -> jax.Array:
         array = carried(*args)
-        return array if leaf.info.kind == "prng_key" else _rounded(array, leaf.info)
+        if leaf.info.kind == "prng_key":
+            return array
+        return jnp.asarray(array, to_abstract(leaf.info).dtype)
 
     return value
 
@@ -353,16 +355,9 @@ def _carried_fn(leaf: Leaf) -> Fn:
         size = _state.dtypes.item_size(info.dtype or "")
         if is_float and array.dtype.itemsize >= size:
             return array
-        return _rounded(array, info)
+        return jnp.asarray(array, to_abstract(info).dtype)
 
     return value
-
-
-def _rounded(array: jax.Array, info: LeafInfo) -> jax.Array:
-    dtype = jax.dtypes.canonicalize_dtype(
-        _state.numpy_dtypes.to_numpy(info.dtype or "")
-    )
-    return jnp.asarray(array, dtype)
 
 
 def _is_float(array: jax.Array) -> bool:

@@ -21,7 +21,7 @@ def read(path: Path, item: Path) -> Stored:
     """Reads a checkpoint without `_METADATA`, with only the aggregate file."""
     file = item / items.AGGREGATE
     stamp = _storage.stamp(file)
-    tree = _read_tree(file)
+    tree = read_tree(file)
     names = list(dict.fromkeys(_array_names(tree)))
     ocdbt = (item / _zarr.metadata.DATABASE).is_file()
     opened: dict[str, plain.Opened] = {}
@@ -54,7 +54,7 @@ def read(path: Path, item: Path) -> Stored:
 def inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     """Returns the leaves with values in the aggregate file, beside `_METADATA`."""
     file = item / items.AGGREGATE
-    tree = _insert(_read_tree(file), {})
+    tree = _insert(read_tree(file), {})
     stamp = _storage.stamp(file)
     stored = leaves.make_stored(
         path, file, leaves.walk(tree), format_name="", step=None, stamp=stamp
@@ -66,7 +66,8 @@ def inline_leaves(path: Path, item: Path) -> dict[LeafPath, StoredLeaf]:
     }
 
 
-def _read_tree(file: Path) -> scanner.Value:
+def read_tree(file: Path) -> scanner.Value:
+    """Returns the content of a file of msgpack, which must be inside its directory."""
     try:
         zarr2.check_inside(file.parent, file)
     except ValueError as error:

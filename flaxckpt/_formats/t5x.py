@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flaxckpt import _state, _storage, _zarr, errors
-from flaxckpt._formats import plain, recognise, zarr2
-from flaxckpt._formats.msgpack import leaves, scanner
+from flaxckpt._formats import orbax_aggregate, plain, recognise, zarr2
+from flaxckpt._formats.msgpack import leaves
 from flaxckpt._formats.reader import Stored
 from flaxckpt._types import LeafPath
 
@@ -44,13 +44,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
     """Reads everything but arrays."""
     file = path / recognise.T5X_FILE if path.is_dir() else path.resolve()
     stamp = _storage.stamp(file)
-    try:
-        zarr2.check_inside(file.parent, file)
-    except ValueError as error:
-        raise errors.DamagedCheckpointError(str(error)) from None
-    with scanner.scanner(file) as scan:
-        tree = scan.value()
-        scan.leave()
+    tree = orbax_aggregate.read_tree(file)
     version = tree["version"]
     if (
         type(version) is not int

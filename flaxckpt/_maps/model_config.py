@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -63,10 +62,7 @@ def _read_file(path: Path) -> dict[str, JSON]:
         )
     try:
         content = _storage.of(file).read(file, max_bytes=_MAX_BYTES)
-        _util.json_limits.check(content)
-        data = json.loads(
-            content, object_pairs_hook=_util.json_limits.refuse_duplicates
-        )
+        data = _util.json_limits.loads(content)
     except (ValueError, RecursionError) as error:
         raise errors.CheckpointFormatError(
             f"{file} is not a configuration: {errors.one_line(error)}"

@@ -58,9 +58,9 @@ class Candidate(NamedTuple):
         return self.left == self.right
 
     @property
-    def is_composed(self) -> bool:
-        """True if an axis is split or merged."""
-        return any(len(atoms) > 1 for atoms in (*self.left, *self.right))
+    def composed(self) -> int:
+        """The number of axes that are split or merged."""
+        return sum(len(atoms) > 1 for atoms in (*self.left, *self.right))
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -243,16 +243,12 @@ def _usual(found: list[Candidate], source: Axes, target: Axes) -> list[Candidate
         right = [atom for atoms in one.right[scattered:] for atom in atoms]
         order = tuple(own.index(atom) for atom in right if atom in own)
         is_whole = len(own) == len(source.shape) == len(order)
-        is_free = len(own) < 3 or not is_whole or one.is_composed
+        is_free = len(own) < 3 or not is_whole or one.composed > 0
         return is_free or order in _usual_orders(len(own))
 
     found = [one for one in found if is_usual(one)] or found
-    least = min((_count_composed(one) for one in found), default=0)
-    return [one for one in found if _count_composed(one) == least]
-
-
-def _count_composed(one: Candidate) -> int:
-    return sum(len(atoms) > 1 for atoms in (*one.left, *one.right))
+    least = min((one.composed for one in found), default=0)
+    return [one for one in found if one.composed == least]
 
 
 def _rank(one: Candidate) -> tuple[object, ...]:

@@ -197,7 +197,7 @@ def _fitting(
             layout: one
             for layout, one in common.items()
             if layout in found
-            and (not one.is_composed or found[layout].sizes == one.sizes)
+            and (not one.composed or found[layout].sizes == one.sizes)
         }
     return tuple((common or {}).values())
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -351,10 +350,7 @@ def _read_config(source: str) -> Mapping[str, Any]:
     file = directory / "adapter_config.json"
     try:
         content = _storage.of(file).read(file, max_bytes=_MAX_CONFIG_BYTES)
-        _util.json_limits.check(content)
-        config = json.loads(
-            content, object_pairs_hook=_util.json_limits.refuse_duplicates
-        )
+        config = _util.json_limits.loads(content)
     except FileNotFoundError:
         raise errors.CheckpointFormatError(
             f"{file} does not exist: wanted an adapter of PEFT. Write its config, or"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
@@ -128,6 +129,12 @@ def check(text: bytes, *, max_containers: int = MAX_CONTAINERS) -> None:
         raise ValueError("it has too many values")
     if (text.count(b'"') - text.count(b'\\"')) // 2 > MAX_STRINGS:
         raise ValueError("it has too many strings")
+
+
+def loads(content: bytes) -> Any:
+    """Parses JSON of others; raises ValueError and RecursionError."""
+    check(content)
+    return json.loads(content, object_pairs_hook=refuse_duplicates)
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
