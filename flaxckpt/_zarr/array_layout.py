@@ -84,11 +84,7 @@ class ArrayLayout:
 
 
 def check_layout(layout: ArrayLayout | None) -> ArrayLayout:
-    """Returns `layout`, or the default layout.
-
-    Raises:
-        OptionError: `layout` is not an ArrayLayout.
-    """
+    """Returns `layout`, or the default layout; raises OptionError for anything else."""
     if layout is None:
         return ArrayLayout()
     if not isinstance(layout, ArrayLayout):

@@ -64,13 +64,7 @@ _INLINE_BYTES, _NODE_BYTES_OF_OTHERS, _VERSION_ARITY = 100, 100_000_000, 4
 
 
 class Place(NamedTuple):
-    """The place of a value or a node.
-
-    Attributes:
-        file: Path of the file in the database.
-        offset: Offset in the file, in bytes.
-        size: Size in bytes.
-    """
+    """The place of a value or a node: a file in the database, and bytes in it."""
 
     file: str
     offset: int
@@ -81,12 +75,9 @@ Value: TypeAlias = bytes | Place
 
 
 class Root(NamedTuple):
-    """The root of a tree.
+    """The root of a tree, with the number of levels below it.
 
-    Attributes:
-        place: The place of the node.
-        base: The directory of the files that the node names.
-        height: Levels of nodes below the root.
+    `base` is the directory of the files that the node names.
     """
 
     place: Place
@@ -100,7 +91,6 @@ class Child(NamedTuple):
     Attributes:
         first: No key in the node is before it. Both lack the prefix of the parent.
         prefix: The start of all keys in the node, which the node leaves out.
-        place: The place of the node.
         base: The directory of the files that the node names.
     """
 
@@ -114,12 +104,7 @@ class Child(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """An encoded tree.
-
-    Attributes:
-        nodes: The nodes.
-        manifest: The manifest.
-    """
+    """An encoded tree."""
 
     nodes: bytes
     manifest: bytes
@@ -141,12 +126,9 @@ def encode(
     *,
     node_bytes: int = _NODE_BYTES,
 ) -> Tree:
-    """Returns the tree of a database.
+    """Returns the tree of a database with at least one value, or place of a value.
 
-    Args:
-        values: Key -> value, or the place of the value; at least one.
-        file: The file that will have the nodes.
-        node_bytes: Bytes of keys and values after which a node ends.
+    `file` will have the nodes. A node ends after `node_bytes` of keys and values.
     """
     nodes: list[bytes] = []
     end = 0
@@ -280,9 +262,7 @@ def _file_table(names: Sequence[str]) -> list[_Field]:
 def _texts(texts: Sequence[bytes], column: Iterable[int] = ()) -> list[_Field]:
     """Returns what each text but the first shares with the last, and what it adds.
 
-    Args:
-        texts: The texts.
-        column: Another number of each text.
+    `column` is another number of each text.
     """
     shared, rests, last = [], [], b""
     for text in texts:
@@ -298,20 +278,12 @@ def _texts(texts: Sequence[bytes], column: Iterable[int] = ()) -> list[_Field]:
 
 
 def unpack_manifest(content: bytes) -> bytes:
-    """Returns the fields of a manifest, decompressed.
-
-    Raises:
-        ValueError: It is damaged, or larger than is supported.
-    """
+    """Returns the fields of a manifest, decompressed; raises ValueError if damaged."""
     return _unpack(content, _MANIFEST_MAGIC)
 
 
 def unpack_node(content: bytes) -> bytes:
-    """Returns the fields of a node, decompressed.
-
-    Raises:
-        ValueError: It is damaged, or larger than is supported.
-    """
+    """Returns the fields of a node, decompressed; raises ValueError if damaged."""
     return _unpack(content, _NODE_MAGIC)
 
 
@@ -349,11 +321,7 @@ def _decompress(frame: bytes) -> bytes:
 def decode_manifest(fields: bytes) -> Root | None:
     """Returns the root of the newest version; None for an empty tree.
 
-    Args:
-        fields: The result of `unpack_manifest`.
-
-    Raises:
-        ValueError: The manifest is damaged, or consists of several files.
+    Raises ValueError if the manifest is damaged, or consists of several files.
     """
     body = _Fields(fields)
     body.take(_ID_BYTES)
@@ -379,12 +347,8 @@ def decode_manifest(fields: bytes) -> Root | None:
 def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
     """Returns the entries of a node of height 0: key without the prefix, and value.
 
-    Args:
-        fields: The result of `unpack_node`.
-        base: The directory of the files that the node names.
-
-    Raises:
-        ValueError: The node is damaged, or has another height.
+    `base` is the directory of the files that the node names. Raises ValueError if the
+    node is damaged, or has another height.
     """
     body = _Fields(fields)
     files, count = body.begin_node(0, base)
@@ -405,15 +369,9 @@ def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
 
 
 def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
-    """Returns the children of a node.
+    """Returns the children of a node; see `decode_leaf`.
 
-    Args:
-        fields: The result of `unpack_node`.
-        base: The directory of the files that the node names.
-        height: Levels of nodes below the node.
-
-    Raises:
-        ValueError: The node is damaged, or has another height.
+    `height` is the number of levels below the node.
     """
     body = _Fields(fields)
     files, count = body.begin_node(height, base)
@@ -518,11 +476,7 @@ class _Fields:
         return texts
 
     def files(self, base: str) -> list[_NamedFile]:
-        """Returns a table of files.
-
-        Args:
-            base: The directory of the files.
-        """
+        """Returns a table of files, which are in the directory `base`."""
         count = self.number()
         shared, lengths = self.numbers(count - 1), self.numbers(count)
         bases = self.numbers(count)

@@ -74,16 +74,7 @@ class ChunkChecksums(NamedTuple):
 
 
 def check_place(name: str, found: int, recorded: int | None) -> None:
-    """Compares the checksum of an intact chunk with the recorded one.
-
-    Args:
-        name: Name of the chunk, for the error.
-        found: Checksum of the chunk.
-        recorded: The checksum in the manifest; None if not recorded.
-
-    Raises:
-        ValueError: The chunk is another one.
-    """
+    """Raises ValueError if an intact chunk is not the recorded one."""
     if recorded is not None and found != recorded:
         raise ValueError(
             f"{name} is intact, but not the chunk saved here: its CRC-32C is"
@@ -105,8 +96,7 @@ def checksums_bytes(chunks: int, chunk_bytes: int, segment_bytes: int) -> int:
 def choose_bytes(arrays: Iterable[tuple[int, int]]) -> int:
     """Returns the size of the segments of a checkpoint: 64 KiB up to 8 GB, then more.
 
-    Args:
-        arrays: Number of chunks, and bytes of a chunk, of each array.
+    `arrays` has the number of chunks, and the bytes of a chunk, of each array.
     """
     arrays = [*arrays]
     nbytes = LEAST_BYTES
@@ -125,10 +115,9 @@ def running_checksums(
 ) -> list[int]:
     """Returns the CRC-32C of concatenated `parts` up to the end of each segment.
 
-    Args:
-        parts: The bytes of whole segments of a chunk.
-        segment_bytes: Bytes of a segment.
-        start: The checksum of the segment before the first; 0 at the start of a chunk.
+    The parts are whole segments of a chunk. `start` is the checksum of the segment
+    before
+    them; 0 at the start of a chunk.
     """
     checksums: list[int] = []
     value, room = start, segment_bytes

@@ -47,7 +47,6 @@ class Block(NamedTuple):
     """A block in a file.
 
     Attributes:
-        path: The file.
         size: Size of the block in bytes, without the checksum.
         has_checksum: True if the CRC-32C of the block follows, little endian.
         segment_bytes: Size of segments that are verified on their own; 0 if there are
@@ -112,16 +111,10 @@ def link_if_equal(
 ) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    Args:
-        old: An earlier file.
-        new: The path of the link.
-        parts: The content; the checksum of a block is a part.
-        compare_all: False to compare only the size and the checksums, for values that
-            equal the file unless changed in memory since.
-        mode: The mode that the file must have; None for any.
-
-    Returns:
-        True if the link was made.
+    Unless `compare_all`, compares only the size and the checksums, for values that
+    equal
+    the file unless changed in memory since; the checksum of a block is a part. The file
+    must have the `mode`, if given. Returns True if the link was made.
     """
     size = sum(len(part) for part in parts)
     try:
@@ -182,18 +175,11 @@ def empty(size: int) -> Bytes:
 def read(
     block: Block, into: Sequence[memoryview], *, verify: bool, start: int = 0
 ) -> None:
-    """Reads a part of a block into the memory `into`.
+    """Reads a part of a block, from the byte `start`, into the memory `into`.
 
-    Args:
-        block: The block.
-        into: Memory of the size of the part.
-        verify: True to compare the part with its checksums. The part then begins and
-            ends between segments, or is the whole block.
-        start: First byte of the part.
-
-    Raises:
-        ValueError: The file has another size, or fails a checksum.
-        OSError: The file is missing or unreadable.
+    If `verify`, compares the part with its checksums; it then begins and ends between
+    segments, or is the whole block. Raises ValueError if the file has another size, or
+    fails a checksum.
     """
     stop = start + sum(view.nbytes for view in into)
     verify = verify and block.has_checksum
@@ -212,20 +198,14 @@ def read(
 
 
 def read_small(path: Path) -> bytes:
-    """Returns the content of a small file, or the first 64 KiB of a large file.
-
-    Raises:
-        OSError: The file is missing or unreadable.
-    """
+    """Returns the content of a small file, or the first 64 KiB of a large file."""
     return _storage.of(path).read_small(path, _SMALL_BYTES, path.parent.parent)
 
 
 def map_block(block: Block) -> Bytes:
     """Maps a block into memory, copy-on-write; see `can_map`.
 
-    Raises:
-        ValueError: The file has another size.
-        OSError: The file is missing, or cannot be mapped.
+    Raises ValueError if the file has another size.
     """
     if block.size == 0:
         return np.empty(0, np.uint8)
@@ -255,9 +235,7 @@ def can_join(sizes: Sequence[int]) -> bool:
 def map_blocks(blocks: Sequence[Block]) -> Bytes:
     """Maps blocks contiguously; see `can_map` and `can_join`.
 
-    Raises:
-        ValueError: A file has another size.
-        OSError: A file is missing, or cannot be mapped.
+    Raises ValueError if a file has another size.
     """
     map_at = _map_function()
     assert map_at is not None
@@ -286,8 +264,7 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
 def map_range(descriptor: int, offset: int, size: int) -> Bytes | None:
     """Maps a range of bytes of an open file, copy-on-write.
 
-    Returns:
-        The bytes; None if the range cannot be mapped, or cannot be read.
+    Returns None if the range cannot be mapped, or cannot be read.
     """
     map_at = _map_function()
     if map_at is None:
@@ -316,15 +293,9 @@ def verify_mapped(
 ) -> None:
     """Compares a mapped block, or a part of it, with its checksums.
 
-    Args:
-        block: The block.
-        content: The whole block.
-        start: First byte of the part, a multiple of `block.verified_at_once`.
-        stop: End of the part: such a multiple, or None for the end of the block.
-
-    Raises:
-        ValueError: The part has changed since it was written.
-        OSError: The part or its checksum cannot be read.
+    `content` is the whole block. The part begins and ends at multiples of
+    `block.verified_at_once`, or at the end of the block. Raises ValueError if it has
+    changed since it was written, and OSError if it cannot be read.
     """
     if not block.has_checksum:
         return
@@ -361,14 +332,9 @@ def check(
 ) -> None:
     """Compares the content of a block, or of some of its segments, with the checksums.
 
-    Args:
-        block: The block.
-        parts: The content.
-        tail: The checksum of the whole block; empty if the content ends before.
-        start: First byte of the content in the block.
-
-    Raises:
-        ValueError: The content has changed since it was written, or is another chunk.
+    `start` is the first byte of the content in the block. `tail` is the checksum of the
+    whole block; empty if the content ends before. Raises ValueError if the content has
+    changed since it was written, or is another chunk.
     """
     name = block.key or block.path.name
     size = sum([part.nbytes for part in parts])

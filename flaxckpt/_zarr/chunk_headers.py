@@ -36,7 +36,6 @@ class Chunks(NamedTuple):
     """The chunks of an array, by its metadata.
 
     Attributes:
-        form: The form of the array.
         pattern: Pattern of the keys of chunks, relative to the array.
         codec: Compression codec; None for no compression, or compression by parts.
         size: Decoded size of a chunk, in bytes.
@@ -51,9 +50,9 @@ class Chunks(NamedTuple):
 def parse(data: Mapping[str, Any]) -> Chunks:
     """Returns the chunks described by a `zarr.json` or a `.zarray`.
 
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: The metadata is invalid or
-            unsupported.
+    Raises ValueError, KeyError, TypeError or AttributeError for metadata that are
+    invalid
+    or unsupported.
     """
     form = metadata.parse(data)
     rank = len(form.shape)
@@ -81,9 +80,7 @@ def _pattern_3(data: Mapping[str, Any], rank: int) -> re.Pattern[str]:
 def check_files(directory: Path, chunks: Chunks) -> None:
     """Checks that the chunks of an array are files of plausible size.
 
-    Raises:
-        ValueError: A chunk is a directory, too short, or declares a wrong size.
-        OSError: A chunk cannot be read.
+    Raises ValueError if a chunk is a directory, too short, or declares a wrong size.
     """
     storage = _storage.of(directory)
     if storage.costs_requests and chunks.codec != "blosc":
@@ -111,11 +108,9 @@ def check_files(directory: Path, chunks: Chunks) -> None:
 def compressed_bytes(file: Path, codec: str) -> int:
     """Returns the size of a compressed chunk by its headers; 0 for a foreign header.
 
-    The file need not be that long. A checksum after the chunk is not counted.
-
-    Args:
-        file: A chunk on a local disk.
-        codec: `compact`, which is blosc, or `zstd`, with a single frame.
+    The file need not be that long. A checksum after the chunk is not counted. `codec`
+    is
+    `compact`, which is blosc, or `zstd`, with a single frame.
 
     Source: `README_HEADER.rst` of c-blosc; RFC 8878, section 3.1.1.
     """
@@ -154,9 +149,7 @@ def _frame_bytes(read: Callable[[int, int], bytes]) -> int:
 def check_values(index: DatabaseIndex, name: str, chunks: Chunks) -> None:
     """Checks the declared sizes of blosc chunks in a database.
 
-    Raises:
-        ValueError: A chunk declares a wrong size, or is cut off.
-        OSError: A chunk cannot be read.
+    Raises ValueError if a chunk declares a wrong size, or is cut off.
     """
     before = metadata.database_key(name, "")
     for key in index.keys(before):

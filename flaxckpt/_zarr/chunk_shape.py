@@ -36,15 +36,12 @@ _MOST_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlices:
-    """Equal parts of a shard, divided among its replicas.
+    """Equal parts of a shard, cut along `axis`, divided among its replicas.
 
     Each replica has a part, or each of equal groups: of replicas 0 to 7 and 2 parts,
-    replicas 0 to 3 have the first part.
-
-    Attributes:
-        axis: The axis that is cut.
-        bounds: Start and stop of each part along `axis`.
-        shape: Shape of each part.
+    replicas 0 to 3 have the first part. `bounds` are the start and stop of each part,
+    and
+    `shape` is the shape of a part.
     """
 
     axis: int
@@ -207,12 +204,8 @@ def tile_shape(
     leaves runs of bytes, so it needs no tiles. Along the other axes of `cuts`, the
     array is divided by its smallest prime factors into up to 32 tiles, first along the
     axis with the fewest. The first of `cuts` becomes the first axis of the tiles if a
-    single row of the axes before has 8 MiB.
-
-    Args:
-        shape: Shape of the part of a writer, at least 1 along each axis.
-        itemsize: Bytes per element, as stored; may be a fraction.
-        cuts: Axis that is cut later -> number of parts along it, of all writers.
+    single row of the axes before has 8 MiB. The part has at least 1 element along each
+    axis, and `itemsize` may be a fraction.
     """
     tile = list(shape)
     axes = sorted(axis for axis in cuts if shape[axis] > 1)
@@ -245,7 +238,6 @@ class _Cut(NamedTuple):
     """A cut of an array into runs of bytes in C order.
 
     Attributes:
-        shape: Shape of the array.
         axis: The axis that is cut; axes before are cut into single rows.
         row: Elements of a row of the axis.
         most: Rows that fit in a chunk: at least 1, and not all.

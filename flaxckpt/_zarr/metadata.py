@@ -74,12 +74,9 @@ Region: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Encoding(NamedTuple):
-    """Encoding of the chunks of a checkpoint's arrays.
+    """Encoding of the chunks of a checkpoint's arrays; see `ArrayLayout`.
 
-    Attributes:
-        codec: `none`, `compact` or `zstd`; see `ArrayLayout`.
-        checksum: True if each chunk ends in its CRC-32C; False in zarr 2.
-        version: Version of the zarr format, 2 or 3.
+    If `checksum`, each chunk ends in its CRC-32C; never in zarr 2.
     """
 
     codec: str
@@ -88,13 +85,7 @@ class Encoding(NamedTuple):
 
 
 class ArrayForm(NamedTuple):
-    """The stored form of an array.
-
-    Attributes:
-        shape: Stored shape, in elements.
-        dtype: Name of the stored element type.
-        chunk_shape: Shape of a chunk.
-    """
+    """The stored shape and element type of an array, and the shape of a chunk."""
 
     shape: Shape
     dtype: str
@@ -106,9 +97,7 @@ class RawArray(NamedTuple):
 
     Attributes:
         root: The directory or database with the arrays.
-        name: Name of the array.
         ocdbt: True if `root` is a database.
-        encoding: Encoding of the chunks.
         has_digests: True if digests cover the chunks, which then need no checksums.
         checksums: Checksums of the chunks; None if not recorded.
         check_database: Compares the database with its digests; None without digests.
@@ -145,11 +134,7 @@ def metadata(
 ) -> dict[str, JSON]:
     """Returns the content of an array's `zarr.json`, or `.zarray` for zarr 2.
 
-    Args:
-        encoding: Encoding of the checkpoint.
-        shape: Shape of the whole array.
-        dtype: Name of the stored type.
-        chunk_shape: Shape of a chunk, at least 1 along each axis.
+    A chunk has at least 1 element along each axis.
     """
     if encoding.version == 2:
         return _metadata_2(encoding, shape, dtype, chunk_shape)
@@ -183,11 +168,7 @@ def metadata_text(
 def check_metadata(
     text: bytes, encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> None:
-    """Compares the `zarr.json` of a raw array with the recorded form.
-
-    Raises:
-        ValueError: The text describes another array.
-    """
+    """Raises ValueError if a `zarr.json` is not the recorded form of an array."""
     if text == metadata_text(encoding, shape, dtype, chunk_shape):
         return
     try:
@@ -214,10 +195,9 @@ def check_metadata(
 
 
 def check_compact(text: bytes) -> None:
-    """Checks that a `zarr.json` has the exact JSON style of flaxckpt and TensorStore.
+    """Raises ValueError unless a `zarr.json` has the JSON style of our writers.
 
-    Raises:
-        ValueError: The text was changed, even by a single space.
+    flaxckpt and TensorStore write the same style; not a single space may differ.
     """
     if json.dumps(json.loads(text), separators=(",", ":")).encode() != text:
         raise ValueError(f"the formatting of {METADATA} has changed")
@@ -325,11 +305,9 @@ def enclosing(regions: Sequence[Region]) -> Region:
 
 
 class Chunk(NamedTuple):
-    """The intersection of a region and a chunk.
+    """The intersection `bounds` of a region and a chunk, in coordinates of the array.
 
-    Attributes:
-        key: Key of the chunk, relative to its array.
-        bounds: The intersection, in coordinates of the whole array.
+    The key of the chunk is relative to its array.
     """
 
     key: str
@@ -386,10 +364,8 @@ def parse(metadata: Mapping[str, Any]) -> ArrayForm:
     """Returns the form of an array from a `zarr.json` or a `.zarray`.
 
     Some codecs make TensorStore abort the process or exhaust memory. Only those written
-    by Orbax and flaxckpt are accepted, and a few more.
-
-    Raises:
-        ValueError, KeyError, TypeError: The metadata is invalid or unsupported.
+    by Orbax and flaxckpt are accepted, and a few more. Raises ValueError, KeyError or
+    TypeError for others, and for invalid metadata.
     """
     shape = sizes(metadata["shape"])
     if metadata["zarr_format"] == 3:
@@ -403,11 +379,7 @@ def parse(metadata: Mapping[str, Any]) -> ArrayForm:
 
 
 def sizes(value: Any) -> Shape:
-    """Returns the shape in a JSON value.
-
-    Raises:
-        ValueError: `value` is not a list of sizes within the limits.
-    """
+    """Returns the shape in a JSON value; raises ValueError beyond the limits."""
     is_shape = isinstance(value, list) and len(value) <= MAX_AXES
     for size in value if is_shape else ():
         is_shape = is_shape and type(size) is int and 0 <= size < MAX_SIZE

@@ -36,18 +36,12 @@ _MAX_NODES = 2**16
 class DatabaseIndex:
     """The values of a database, which is not changed meanwhile.
 
-    TensorStore takes five times as long to find them one by one.
-
-    Args:
-        root: The directory of the database, with checked links.
-        size: Bytes of its manifest.
-
-    Raises:
-        ValueError: The tree is damaged or too large.
-        OSError: The database is missing or unreadable.
-
-    Attributes:
-        values: Key -> value, or its place if not small; in ascending order.
+    TensorStore takes five times as long to find them one by one. The links of `root`
+    must
+    be checked, and `size` is that of its manifest. `values` is key -> value, or its
+    place
+    if not small; in ascending order. Raises ValueError if the tree is damaged or too
+    large.
     """
 
     def __init__(self, root: Path, size: int) -> None:
@@ -65,23 +59,14 @@ class DatabaseIndex:
         ]
 
     def find(self, key: str) -> btree.Value:
-        """Returns a value, or its place.
-
-        Raises:
-            ValueError: It is missing.
-        """
+        """Returns a value, or its place; raises ValueError if it is missing."""
         found = self.values.get(key.encode())
         if found is None:
             raise ValueError(f"{key} is missing")
         return found
 
     def read(self, key: str, part: slice = slice(None)) -> bytes:
-        """Returns a value, or a part of it.
-
-        Raises:
-            ValueError: It is missing, or cut off.
-            OSError: It cannot be read.
-        """
+        """Returns a value, or a part of it; raises ValueError if missing or cut off."""
         value = self.find(key)
         if isinstance(value, bytes):
             return value[part]
@@ -116,14 +101,9 @@ _HELD: weakref.WeakKeyDictionary[ts.Context, _Held] = weakref.WeakKeyDictionary(
 def open_index(root: Path, context: ts.Context | None = None) -> DatabaseIndex:
     """Returns the index of a database, read once for all who use it at a time.
 
-    Args:
-        root: The directory of the database, with checked links.
-        context: Holds the index as long as it exists itself; within it, the database
-            counts as unchanged.
-
-    Raises:
-        ValueError: The tree is damaged or too large.
-        OSError: The database is missing or unreadable.
+    The context holds the index as long as it exists itself; within it, the database
+    counts
+    as unchanged. See `DatabaseIndex` for `root` and errors.
     """
     if context is None:
         return _find_index(root)
@@ -147,12 +127,7 @@ def _find_index(root: Path) -> DatabaseIndex:
 def read_tree(root: Path) -> dict[bytes, btree.Value]:
     """Returns the values of a database: key -> value, or its place if not small.
 
-    Args:
-        root: The directory of the database, with checked links.
-
-    Raises:
-        ValueError: The tree is damaged or too large.
-        OSError: The database is missing or unreadable.
+    See `DatabaseIndex` for `root` and errors.
     """
     manifest = root / DATABASE
     with _storage.paths.read_ahead([manifest]):
@@ -226,11 +201,7 @@ class _Tree:
             raise ValueError("its keys are not in ascending order over all nodes")
 
     def _count(self, content: bytes, fields: bytes) -> None:
-        """Adds a node or the manifest to the sums.
-
-        Raises:
-            ValueError: The sums are too large.
-        """
+        """Adds a node or the manifest to the sums; raises ValueError if too large."""
         self._nodes += 1
         self._stored += len(content)
         self._unpacked += len(fields)

@@ -26,13 +26,9 @@ _FILE_BYTES = 2**15
 
 
 class Task(NamedTuple):
-    """An array to be written.
+    """An array to be written; process 0 holds and writes it if `sharding` is None.
 
-    Attributes:
-        sharding: Sharding of the array; None if process 0 holds and writes the array.
-        shape: Shape of the array.
-        parts: Number of equal parts of each shard, written by as many replicas.
-        part_bytes: Size of a part.
+    Each shard has equal `parts`, of `part_bytes`, written by as many replicas.
     """
 
     sharding: Sharding | None
@@ -46,13 +42,9 @@ class Writers(NamedTuple):
 
     The replicas of a shard form equal groups of neighbours. Each group writes a part,
     by the replica at the same place in each group. The place changes from shard to
-    shard, to also divide arrays with shards too small for parts.
-
-    Attributes:
-        replicas: Number of replicas of each shard.
-        parts: Number of parts of each shard.
-        place: Place, in its group, of the replica that writes the first shard.
-        shards: Number of shards of the array.
+    shard, to also divide arrays with shards too small for parts. `place` is that for
+    the
+    first shard.
     """
 
     replicas: int
@@ -61,11 +53,9 @@ class Writers(NamedTuple):
     shards: int = 1
 
     def part(self, replica: int, shard: int = 0) -> int | None:
-        """Returns the part of a shard that a replica writes; None for no part.
+        """Returns the part that a replica writes of a shard, by its number in C order.
 
-        Args:
-            replica: `jax.Shard.replica_id`.
-            shard: Number of the shard in C order.
+        None stands for no part.
         """
         group = self.replicas // self.parts
         place = (self.place + _place_offset(shard, self.shards, group)) % group
@@ -80,18 +70,13 @@ def _place_offset(shard: Any, shards: int, group: int) -> Any:
 def assign(
     tasks: Sequence[Task], processes: int, place: Place | None = None
 ) -> tuple[list[int], list[int]]:
-    """Assigns arrays, largest first, to the replicas with the least work so far.
+    """Returns the place of the writing replica for each task, and bytes per process.
 
-    Work is bytes to write plus a cost per file.
-
-    Args:
-        tasks: The arrays, in the same order in all processes.
-        processes: Number of processes.
-        place: Returns the placement of shards; by default from jax.
-
-    Returns:
-        For each task, the place of the writing replica in its group; and for each
-        process, the bytes to write.
+    Assigns arrays, largest first, to the replicas with the least work so far. Work is
+    bytes to write plus a cost per file. The places are those in a replica's group. The
+    arrays have the same order in all processes; `place` returns the placement of
+    shards,
+    by default from jax.
     """
     place = place or placement
     loads = np.zeros(processes, np.int64)
@@ -212,12 +197,7 @@ def placement_in_order(processes: int) -> Place:
 
 
 def placement_on_mesh(sharding: NamedSharding, processes: Placement) -> Placement:
-    """Returns the process of each shard.
-
-    Args:
-        sharding: Sharding of an array.
-        processes: The process of each device of the mesh.
-    """
+    """Returns the process of each shard, from that of each device of the mesh."""
     names = list(sharding.mesh.axis_names)
     split: list[int] = []
     for axes in sharding.spec:
