@@ -18,14 +18,9 @@ from flaxckpt._types import JSON
 def is_time(step: int, state: Any, *, is_bound: bool) -> bool:
     """Returns True if clu's call `hook(step, t)` passed the time for the state.
 
-    Args:
-        step: The step of the call.
-        state: The argument: a number, or an array of a single number without axes, is
-            a time.
-        is_bound: Whether a function returns the state.
-
-    Raises:
-        OptionError: A number was passed, and no function returns the state.
+    A number is a time, as is an array of a single number without axes. Raises
+    OptionError
+    for a number if no function returns the state, so it is not bound.
     """
     is_number = isinstance(state, numbers.Real)
     if not is_number and not (is_bound and _is_number_array(state)):
@@ -53,11 +48,7 @@ _CLEARLY_ALIKE = 0.85
 
 
 def check_extra(others: Mapping[str, Any]) -> None:
-    """Raises OptionError for unknown keywords, unless passed by a loop of clu.
-
-    Raises:
-        OptionError: There are unknown keywords.
-    """
+    """Raises OptionError for unknown keywords, unless passed by a loop of clu."""
     alike = _CLEARLY_ALIKE if "t" in others else 0.5
     wrong = {
         name: difflib.get_close_matches(name, _ARGUMENTS, 1, alike) for name in others
@@ -78,8 +69,7 @@ def check_extra(others: Mapping[str, Any]) -> None:
 def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
     """Returns the functions of `getters` that are not None, by name.
 
-    Raises:
-        OptionError: One is no function.
+    Raises OptionError if one is no function.
     """
     functions: dict[str, Callable[[], Any]] = {}
     for name, get in getters.items():
@@ -96,11 +86,7 @@ def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
 def json_getter(json: object) -> Callable[[int], Mapping[str, JSON]]:
     """Returns a function from a step to its JSON items.
 
-    Args:
-        json: The items of all steps, such a function, or None.
-
-    Raises:
-        OptionError: `json` is something else.
+    `json` has the items of all steps, or is such a function, or None.
     """
     if callable(json):
         return json

@@ -352,10 +352,8 @@ class CheckpointCallback:
     def _check_beginning(self, completed: CompletedStep, *, is_forced: bool) -> None:
         """Checks at the first call that saves will succeed and do no harm.
 
-        Raises:
-            CheckpointExistsError: The directory has steps of another run.
-            OptionError: The loop counts steps from the beginning again.
-            CheckpointError: As for `save`.
+        Raises CheckpointExistsError if the directory has steps of another run, and
+        OptionError if the loop counts steps from the beginning again.
         """
         self._start()
         ckpt = self.checkpointer
@@ -445,11 +443,8 @@ class CheckpointCallback:
     def _stop(self, completed: CompletedStep, notice: Notice) -> bool:
         """Saves after a signal, waits until the save is durable, and ends the program.
 
-        Returns:
-            True if this call saved the whole step.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: The save is durable, and the program ends.
+        Returns True if this call saved the whole step. Raises SystemExit or
+        KeyboardInterrupt once the save is durable.
         """
         self._preemption.is_handled = True
         try:
@@ -470,9 +465,9 @@ class CheckpointCallback:
     ) -> tuple[str, bool]:
         """Saves the step, or only its parameters if the time is short.
 
-        Returns:
-            The end of the sentence "step 3 …", and True if this call saved the whole
-            step.
+        Returns the end of the sentence "step 3 …", and True if this call saved the
+        whole
+        step.
         """
         if self._session.saves.has_saved(completed.step):
             return "was already saved", False

@@ -17,17 +17,9 @@ _log = logging.getLogger(__name__)
 class CompletedStep:
     """A completed step, with the values to save or functions to get them.
 
-    Args:
-        step: Number of the step.
-        values: The passed values: `state`, `metrics` and `dataset`, or None.
-        getters: Bound functions for values not passed, by the same names.
-
-    Attributes:
-        step: Number of the step.
-        is_bound: Whether the state comes from a bound function.
-
-    Raises:
-        OptionError: The state was neither passed nor bound.
+    The `values` are `state`, `metrics` and `dataset`, or None; `getters` has bound
+    functions for those not passed, by the same names. `is_bound` is True if the state
+    comes from one. Raises OptionError if the state was neither passed nor bound.
     """
 
     def __init__(
@@ -60,11 +52,7 @@ class CompletedStep:
         return getter() if value is None and getter is not None else value
 
     def metrics(self) -> Mapping[str, Any] | None:
-        """Returns the metrics as numbers by name.
-
-        Raises:
-            OptionError: The metrics are not numbers by name.
-        """
+        """Returns the metrics as numbers by name; raises OptionError for others."""
         return metric_values(self.get("metrics"))
 
     # ---- for the end of the loop --------------------------------------------------
@@ -74,11 +62,9 @@ class CompletedStep:
     ) -> None:
         """Keeps the state, metrics and dataset position for the end of the loop.
 
-        Args:
-            before: The step that was reported before.
-            get_state: Whether to get a bound state now. Otherwise it is read at the
-                end, and belongs to this step if its own step counter agrees.
-            get_metrics: Whether to get bound metrics now.
+        Values of bound functions are kept if `get_state` and `get_metrics`. Otherwise
+        the state is read at the end, and belongs to this step if its own step counter
+        agrees. `before` is the step that was reported before.
         """
         if get_state or not self.is_bound:
             kept = None if before is None else before._state
@@ -112,9 +98,7 @@ class CompletedStep:
     def why_gone(self, *, check_step: bool, offset: int) -> str:
         """Returns the reason why the reported state is lost, or an empty string.
 
-        Args:
-            check_step: Whether the state's own step counter must agree.
-            offset: Difference of the completed step and the step of the loop.
+        `offset` is the difference of the completed step and the step of the loop.
         """
         if self._state is not None:
             reason = self._state.why_gone()
@@ -183,8 +167,7 @@ class CompletedStep:
 def metric_values(metrics: Any) -> Mapping[str, Any] | None:
     """Returns metrics as numbers by name; computes clu's metric collections.
 
-    Raises:
-        OptionError: The metrics are not numbers by name.
+    Raises OptionError for others.
     """
     compute = getattr(metrics, "compute", None)
     numbers = compute() if compute else metrics

@@ -32,16 +32,11 @@ _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 
 
 class KeptState:
-    """The leaves of a state at the time of the report.
+    """The leaves of a state, any pytree or NNX objects, at the time of the report.
 
-    Args:
-        state: Any pytree, or NNX objects.
-        before: The kept values of the step before, to reuse the variables found in the
-            same objects.
-
-    Attributes:
-        state: The state as passed.
-        fault: The reason why the state cannot be kept, or an empty string.
+    The kept values of the step `before` have the variables of the same objects, which
+    are
+    reused. `fault` is the reason why the state cannot be kept, or an empty string.
     """
 
     def __init__(self, state: PyTree, before: KeptState | None = None) -> None:
@@ -165,11 +160,7 @@ class KeptState:
 
 
 def _take_leaves(leaves: list[Any]) -> None:
-    """Replaces leaves of registered classes, which may change in place, by copies.
-
-    Raises:
-        LeafTypeError: A leaf cannot be copied.
-    """
+    """Replaces leaves of registered classes, which may change in place, by copies."""
     if _IMMUTABLE.issuperset(map(type, leaves)):
         return
     for i, leaf in enumerate(leaves):

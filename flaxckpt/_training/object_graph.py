@@ -15,9 +15,9 @@ from flaxckpt import _state
 class _Slot(NamedTuple):
     """The place of an array outside of variables.
 
-    Attributes:
-        container: An NNX object, a list or a dictionary.
-        key: The attribute, index or key.
+    The container is an NNX object, a list or a dictionary; the key is the attribute,
+    index
+    or key in it.
     """
 
     container: Any
@@ -43,11 +43,7 @@ class _Slot(NamedTuple):
 
 
 class ObjectGraph:
-    """The places of all values in NNX objects, found once for quick access.
-
-    Args:
-        objects: Modules, optimizers or random streams.
-    """
+    """The places of all values in NNX objects, found once for quick access."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = tuple(objects)

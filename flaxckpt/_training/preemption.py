@@ -13,13 +13,10 @@ from flaxckpt._training.triggers import Triggers
 class Preemption:
     """Watches for requests to stop the program.
 
-    Args:
-        watches: Whether to watch signals and jax's preemption service.
-        exit_code: Exit code of the program; None to continue running.
-        clock: Seconds.
-
-    Attributes:
-        is_handled: Whether the request to stop has been handled.
+    If `watches`, they are signals and those of jax's preemption service. With the
+    `exit_code` None, the program continues to run. `is_handled` is True once the
+    request
+    has been handled.
     """
 
     def __init__(
@@ -81,11 +78,7 @@ class Preemption:
         return rows[0][0], notice
 
     def exit_program(self, notice: Notice) -> None:
-        """Ends the program.
-
-        Raises:
-            SystemExit, KeyboardInterrupt: Always.
-        """
+        """Ends the program: raises SystemExit or KeyboardInterrupt."""
         if notice.is_interrupt:
             raise KeyboardInterrupt
         raise SystemExit(self._exit_code)

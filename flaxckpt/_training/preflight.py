@@ -53,19 +53,10 @@ def check(
 ) -> Preflight | None:
     """Rehearses a save without writing arrays, and tests the directory.
 
-    Args:
-        checkpointer: Checkpointer of the run.
-        state: The state to save.
-        dataset: The dataset iterator, or None.
-        json: Item -> JSON.
-        only_warn: Whether to log errors instead of raising them.
-
-    Returns:
-        Expected size and duration of saves; None after a logged error.
-
-    Raises:
-        SaveFailedError: The directory cannot be written to, or has not enough space.
-        CheckpointError: As for `Checkpointer.save`.
+    Returns the expected size and duration of saves; None after an error that is only
+    logged. Raises SaveFailedError if the directory cannot be written to, or has not
+    enough
+    space; see also `Checkpointer.save`.
     """
     try:
         return _check(checkpointer, state, dataset, json)
@@ -124,8 +115,7 @@ def max_kept(keep: Sequence[PreservationPolicy]) -> int | None:
 def _report(directory: Path, preflight: Preflight) -> None:
     """Logs the expected saves, and warns of unlimited saves.
 
-    Raises:
-        SaveFailedError: The directory has not enough space.
+    Raises SaveFailedError if the directory has not enough space.
     """
     size = _util.humanize.size(preflight.bytes)
     free = _util.humanize.size(preflight.free_bytes)
@@ -160,11 +150,7 @@ def _report(directory: Path, preflight: Preflight) -> None:
 def _probe(directory: Path) -> float:
     """Performs the file operations of a save with a small file.
 
-    Returns:
-        Bytes written per second.
-
-    Raises:
-        SaveFailedError: An operation failed.
+    Returns the bytes written per second.
     """
     final = directory / _storage.temporary.PREFLIGHT
     renamed = _storage.temporary.new_path(final, _storage.temporary.WRITING)

@@ -34,10 +34,9 @@ def check(
     """Compares a step from the trained state with a step from the restored state.
 
     The first step gives the state to save: its types may differ from those of `state`.
-
-    Raises:
-        ResumeMismatchError: The results differ; all differing leaves are named.
-        RestoreMismatchError: The saved state does not fit `fresh`.
+    Raises ResumeMismatchError if the results differ, and RestoreMismatchError if the
+    saved
+    state does not fit `fresh`.
     """
     if not callable(step_fn):
         raise errors.OptionError(
@@ -118,11 +117,7 @@ def _find_state(returned: PyTree, given: PyTree, before: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def _trial_directory(checkpointer: Checkpointer) -> Iterator[Path]:
-    """Creates a directory beside the steps; removes the directory at the end.
-
-    Raises:
-        SaveFailedError: The directory cannot be created.
-    """
+    """Creates a directory beside the steps; removes the directory at the end."""
     place = session_of(checkpointer).run.saves_in
     with contextlib.ExitStack() as stack:
         final = place / _storage.temporary.RESUME

@@ -51,15 +51,11 @@ class SaveInterval:
     A save costs the time of the call that begins it, and the delay of the steps until
     it is durable: their duration minus the mean duration of the other steps. Saves may
     cost the fraction `overhead` of the time of the loop. With the mean time between
-    failures, the interval is also at least the one at which saves and repeated work
-    cost least together, `sqrt(2 * cost * mtbf)`: J. W. Young, "A first order
+    failures, `mtbf_secs`, the interval is also at least the one at which saves and
+    repeated work cost least together, `sqrt(2 * cost * mtbf)`: J. W. Young, "A first
+    order
     approximation to the optimum checkpoint interval", Communications of the ACM 17(9),
     1974.
-
-    Args:
-        overhead: Fraction of the time that saves may cost.
-        mtbf_secs: Mean time between failures of the job in seconds; None if unknown.
-        clock: Seconds.
     """
 
     def __init__(
@@ -97,8 +93,7 @@ class SaveInterval:
     def end_step(self) -> Choice | None:
         """Records the time at which the loop ends a step.
 
-        Returns:
-            The choice to report, if it differs from the one reported before.
+        Returns the choice to report, if it differs from the one reported before.
         """
         if self._step_began is None:
             return None
@@ -177,7 +172,6 @@ class _Cost(NamedTuple):
     """The measured times of a save.
 
     Attributes:
-        handle: The save.
         blocked_secs: Duration of the call.
         steps: Durations of the steps beside the save.
         save_secs: Seconds until the save was durable.

@@ -28,11 +28,9 @@ _INTERRUPTED = b"\nflaxckpt: saving, then stopping; Ctrl-C again stops at once\n
 
 
 class Notice(NamedTuple):
-    """A request to end the program.
+    """A request to end the program, by a signal or another source, and its time.
 
-    Attributes:
-        name: The signal, or another source of the request.
-        at: Time of the request, on the watch's clock.
+    The time is that of the watch's clock.
     """
 
     name: str
@@ -45,17 +43,11 @@ class Notice(NamedTuple):
 
 
 class Watch:
-    """Records the first termination signal.
+    """Records the first termination signal as its `notice`.
 
     Also calls the program's own previous handler of the signal. A second Ctrl-C ends
     the program at once. Other signals may arrive repeatedly, because some launchers
     send them to each process and to the whole group.
-
-    Args:
-        clock: Seconds.
-
-    Attributes:
-        notice: The first signal, or None.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -68,10 +60,7 @@ class Watch:
         """Starts watching, without an earlier notice; does nothing if already watching.
 
         Leaves ignored signals alone, and SIGTERM if jax's preemption service handles
-        SIGTERM.
-
-        Returns:
-            True if watching has started with this call.
+        SIGTERM. Returns True if watching has started with this call.
         """
         self._program = _running_program()
         if self in _watches:
@@ -108,10 +97,7 @@ class Watch:
         """Returns True if the loop has ended without closing the callback.
 
         True if the notebook cell, or the input to Python's prompt, with the last poll
-        has ended.
-
-        Args:
-            frame: Current frame of the main thread.
+        has ended. `frame` is the current one of the main thread.
         """
         if self._program is None:
             return False
@@ -125,9 +111,9 @@ class Watch:
 class _Program(NamedTuple):
     """A running script, notebook cell or input to Python's prompt.
 
-    Attributes:
-        frame: The `id` of the frame; a reference to the frame would keep its variables.
-        code: The code object, different for each cell.
+    `frame` is the `id` of the frame: a reference would keep its variables. The code
+    object
+    is different for each cell.
     """
 
     frame: int
@@ -229,14 +215,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Grace:
-    """Time between a notice and the end of the program.
+    """Time between a notice and the end of the program, if known.
 
-    Args:
-        secs: Seconds between a notice and the end of the program; None if unknown.
-        clock: The clock of the notices, in seconds.
-
-    Attributes:
-        save_secs: Duration of a save; None if unknown.
+    `save_secs` is the duration of a save; None if unknown.
     """
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:

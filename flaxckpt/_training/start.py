@@ -35,18 +35,9 @@ def restore_or_init(
 ) -> tuple[PyTree, int]:
     """Returns the initial state of a loop, and the number of completed steps.
 
-    Args:
-        checkpointer: Checkpointer of the run.
-        state: The state of a run that has no steps and no source.
-        dataset: The iterator to restore with a step of the run.
-        source: The checkpoint that a run without steps begins from, or None.
-        source_step: Step of the source, if the source is a run directory.
-        source_map: The map of the source: transforms before those of `options`, or the
-            name of a family; see `CheckpointCallback.restore_or_init`.
-        options: Options for loading the source; `unused` also applies to a step.
-
-    Raises:
-        CheckpointError: There are checkpoints, but none fits.
+    See `CheckpointCallback.restore_or_init`; `options` are those for loading the
+    source,
+    of which `unused` also applies to a step.
     """
     _check_map(source_map, source)
     session = session_of(checkpointer)
@@ -88,11 +79,7 @@ def restore_or_init(
 
 
 def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -> None:
-    """Raises an error for a map that is none, or a map without a source.
-
-    Raises:
-        OptionError: `source_map` is neither a known name nor a list of transforms.
-    """
+    """Raises OptionError for a map that is none, or a map without a source."""
     if isinstance(source_map, str):
         named.check_name("source_map", source_map)
     elif not _transforms.check(source_map, "source_map"):
@@ -119,9 +106,6 @@ def _check_other_names(session: Session) -> None:
     """Raises CheckpointFormatError if all steps have names of another step format.
 
     A new run in the directory would hide these steps, or be mixed up with them.
-
-    Raises:
-        CheckpointFormatError: There are steps, but no name matches `step_format`.
     """
     run = session.run
     if run.paths() or not run.directory.is_dir():
@@ -147,21 +131,12 @@ def _guess_step_format(name: str, step: int) -> str:
 def check(
     checkpointer: Checkpointer, step: int, began_at: int | None, *, again: bool
 ) -> int:
-    """Raises an error if the steps of a run would mix with existing steps.
+    """Returns the step from which the run continues, if known; 0 for a new run.
 
-    Args:
-        checkpointer: Checkpointer of the run.
-        step: The first step that the loop completes.
-        began_at: The step restored by `restore_or_init`, or None. Newer steps in the
-            directory are damaged.
-        again: Whether the loop has begun before: newer steps may then be its own.
-
-    Returns:
-        The step from which the run continues, if known; 0 for a new run.
-
-    Raises:
-        CheckpointExistsError: The directory has steps of another run.
-        OptionError: The loop counts steps from the beginning again.
+    `step` is the first that the loop completes. Steps newer than `began_at`, which was
+    restored, are damaged; if the loop has begun before, `again`, they may be its own.
+    Raises CheckpointExistsError if the directory has steps of another run, and
+    OptionError if the loop counts steps from the beginning again.
     """
     checkpointer.wait()
     directory, latest = checkpointer.directory, checkpointer.latest_step()
@@ -195,12 +170,7 @@ def check(
 
 
 class FirstState:
-    """The state that a loop begins with, to detect a loop that counts from 0.
-
-    Args:
-        state: The restored or initial state.
-        step: The number of completed steps.
-    """
+    """The state that a loop begins with, to detect a loop that counts from 0."""
 
     def __init__(self, state: PyTree, step: int) -> None:
         self._step = step
@@ -210,9 +180,6 @@ class FirstState:
         """Raises OptionError if the same step is reported again with another state.
 
         Does not check states with their own step counter.
-
-        Raises:
-            OptionError: The loop counts from 0.
         """
         if self._step != step or step_counter.read_counters(state):
             return
@@ -228,12 +195,7 @@ class FirstState:
 
 
 class BeginTypes:
-    """The types of the state with which a run begins, and begins again.
-
-    Args:
-        state: The state passed to `restore_or_init`.
-        unused: Treatment of leaves that only a step has.
-    """
+    """The types of the state with which a run begins, and begins again."""
 
     def __init__(
         self, state: PyTree, unused: Literal["warn", "error", "ignore"] | None

@@ -19,8 +19,7 @@ _log = logging.getLogger(__name__)
 def to_int(step: Any) -> int:
     """Converts a step number to an int: an int, a whole float, or a 0-d array.
 
-    Raises:
-        OptionError: `step` is not a whole number.
+    Raises OptionError for others.
     """
     number = None
     with contextlib.suppress(Exception):  # others' arrays may raise anything
@@ -40,15 +39,9 @@ def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     Reads `step` of the state (`TrainState`, a dict) and, for a tuple, list or dict of
     several objects (an NNX model and its optimizer), of each element. A single counter
     that agrees is enough: the networks of a GAN may be trained in turns. Waits for the
-    training step that computes the counter.
-
-    Args:
-        state: The state to save.
-        completed: The number of steps the loop has completed.
-        offset: The number added to the step that the loop passed: 1 for an index.
-
-    Raises:
-        OptionError: No counter agrees.
+    training step that computes the counter. `offset` was added to the step that the
+    loop
+    passed: 1 for an index.
     """
     counts = read_counters(state)
     if counts and completed not in counts.values():

@@ -15,12 +15,7 @@ _MOST_RECORDED = 100
 
 
 class Due(NamedTuple):
-    """Reason for a save.
-
-    Attributes:
-        reason: Text for the log.
-        temporary: Whether only the time asked for the save.
-    """
+    """Reason for a save; `temporary` if only the time asked for it."""
 
     reason: str
     temporary: bool = False
@@ -29,13 +24,9 @@ class Due(NamedTuple):
 class Triggers:
     """Decides after each step about a save: any trigger makes a save due.
 
-    Args:
-        every_steps: Fires when the loop reaches or passes a multiple.
-        every_secs: Fires when this time has passed since the last save.
-        interval: Fires when the time that it chooses has passed since the last save.
-        on_steps: Fires when the loop reaches or passes a listed step.
-        save_first: Whether to save the first step of a new run.
-        clock: Seconds.
+    Those of steps fire when the loop reaches or passes a step, and those of time when
+    the
+    time since the last save has passed; `interval` chooses this time.
     """
 
     def __init__(
@@ -111,11 +102,8 @@ class Triggers:
     def due(self, completed: int, previous: int, *, time_is_up: bool) -> Due | None:
         """Returns the reason to save after step `completed`, or None.
 
-        Args:
-            completed: The completed step. Loops may skip steps, so the steps between
-                `previous` and `completed` count.
-            previous: The previously reported step.
-            time_is_up: Whether the processes agreed that it is time for a save.
+        Loops may skip steps, so those between `previous`, reported before, and
+        `completed` count. The processes agree on `time_is_up`.
         """
         is_first, self._has_begun = not self._has_begun, True
         if completed <= 0:
