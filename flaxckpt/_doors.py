@@ -102,15 +102,10 @@ def opener(
 
     A package need not import all of itself for a caller that wants one module: jax
     alone takes a second, and much of the command line works without it. Its imports
-    for type checkers say which modules other packages may use.
-
-    Args:
-        package: The package's `__name__`.
-        modules: Names of the modules that `open_all` imports; by default all.
-        names: Names of functions and classes that others may use -> their modules.
-
-    Raises:
-        AttributeError: The returned function was asked for any other name.
+    for type checkers say which modules other packages may use. `modules` are those that
+    `open_all` imports, by default all; `names` are functions and classes that others
+    may
+    use -> their modules.
     """
     _unopened[package] = modules
 

@@ -19,7 +19,6 @@ class PolicyForm(NamedTuple):
     """How a policy is written.
 
     Attributes:
-        cls: The class of the policy, a dataclass.
         key: The key of its first field in a file.
         example: One as an option, such as `best:1:eval/loss:min`.
         shorten: Returns a policy in a few words.
@@ -56,8 +55,7 @@ class PolicyForm(NamedTuple):
     def split(self, text: str) -> list[str]:
         """Returns the fields of a policy as an option; a metric may have colons.
 
-        Raises:
-            ValueError: There are too few.
+        Raises ValueError if there are too few.
         """
         if len(self.fields) == 1:
             return [text]

@@ -165,12 +165,7 @@ class _Rule:
 
 
 def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
-    """Returns the `leaf_rules` argument as compiled rules.
-
-    Raises:
-        OptionError: `leaf_rules` are not pairs, or a pattern is not a valid regular
-            expression.
-    """
+    """Returns the `leaf_rules` argument as compiled rules; OptionError if invalid."""
     pairs = _pairs(leaf_rules, "leaf_rules", '(r".*/kernel", P("data", None))')
     for pattern, spec in pairs:
         if not isinstance(spec, PartitionSpec):
@@ -182,11 +177,7 @@ def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
 
 
 def _axis_rules(rules: AxisRules) -> list[tuple[str, MeshAxes]]:
-    """Returns the `rules` argument as pairs of a logical axis and mesh axes.
-
-    Raises:
-        OptionError: `rules` are not pairs of names.
-    """
+    """Returns the `rules` argument as pairs of a logical axis and mesh axes."""
     pairs = _pairs(rules, "rules", '("embed", "data")')
     for name, axes in pairs:
         names = axes if isinstance(axes, tuple | list) else (axes,)
@@ -402,8 +393,7 @@ def _check_rules(
 ) -> None:
     """Raises PartitionError for unused leaf rules and for axes missing in the mesh.
 
-    Raises:
-        PartitionError: A rule is invalid, or `faults` is not empty.
+    Raises it for `faults`, too.
     """
     sizes = dict(mesh.shape)
     for rule in leaf_rules:

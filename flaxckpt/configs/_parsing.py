@@ -215,13 +215,9 @@ def table(
 ) -> dict[str, Any]:
     """Parses a mapping as a dict; rejects keys other than `names`.
 
-    ConfigDicts of ml_collections, which are not mappings, have `to_dict`.
-
-    Args:
-        key: The full name of the table; empty for the whole config.
-        value: The mapping.
-        names: The names of the options.
-        answer: Returns what to write instead of an unknown name, if that is known.
+    ConfigDicts of ml_collections, which are not mappings, have `to_dict`. `key` is the
+    full name of the table; empty for the whole config. `answer` returns what to write
+    instead of an unknown name, if that is known.
     """
     to_dict = getattr(value, "to_dict", None)
     mapping = to_dict() if to_dict else value
@@ -275,11 +271,7 @@ def create(key: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
 
 
 def read(file: Path) -> Any:
-    """Reads a TOML, YAML or JSON file, chosen by its suffix.
-
-    Raises:
-        OptionError: The file cannot be read.
-    """
+    """Reads a TOML, YAML or JSON file, chosen by its suffix."""
     loaders: dict[str, Callable[[str], Any]] = {
         ".toml": tomllib.loads,
         ".yaml": _load_yaml,

@@ -62,9 +62,8 @@ def parse(key: str, value: Any) -> PreservationPolicy:
 def parse_option(key: str, text: str) -> PreservationPolicy:
     """Parses a policy as an option, such as `best:1:loss:min`.
 
-    Raises:
-        KeyError, ValueError: The text has no policy's name, or other fields.
-        OptionError: A field has a value that is refused.
+    Raises KeyError or ValueError if the text has no policy's name, or other fields, and
+    OptionError if a field has a value that is refused.
     """
     name, _, rest = text.partition(":")
     form = {form.option: form for form in _policy_forms.FORMS.values()}[name]
@@ -82,8 +81,7 @@ def parse_option(key: str, text: str) -> PreservationPolicy:
 def to_table(key: str, policy: PreservationPolicy) -> dict[str, Any]:
     """Returns the table of a policy, for files; the inverse of `parse`.
 
-    Raises:
-        OptionError: The policy is a custom policy.
+    Raises OptionError for a custom policy.
     """
     form = _policy_forms.find(policy)
     if form is not None:

@@ -45,8 +45,7 @@ class Adapter(Protocol):
 def find(iterator: Any) -> Adapter:
     """Returns the adapter for an iterator.
 
-    Raises:
-        DatasetStateError: The iterator has no state; the message suggests others.
+    Raises DatasetStateError for one without a state; the message suggests others.
     """
     # grain also has async save and load; TensorFlow and clu differ in `save`.
     if _duck_types.has(iterator, "get_state", "set_state"):

@@ -30,19 +30,15 @@ With several processes, the first process writes it.
 
 
 def state_files(dataset: Any) -> dict[str, bytes]:
-    """Returns the current state of `dataset` as files.
+    """Returns the current state of `dataset` as files, by name.
 
-    Args:
-        dataset: An iterator, `Restarting(iterator)`, or a list of several iterators:
-            those of process K of M are the parts K, K + M, … of the data.
-
-    Returns:
-        File name -> content: this process's states in the format of grain and Orbax,
-        and a description of the states.
-
-    Raises:
-        DatasetStateError: An iterator returns no state, or a state that cannot be
-            written.
+    They are this process's states in the format of grain and Orbax, and a description
+    of
+    the states. Of several iterators, those of process K of M are the parts K, K + M, …
+    of
+    the data. Raises DatasetStateError if an iterator returns no state, or one that
+    cannot
+    be written.
     """
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
@@ -67,17 +63,12 @@ def state_files(dataset: Any) -> dict[str, bytes]:
 
 
 def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
-    """Restores the saved position of `dataset`.
+    """Restores the saved position of `dataset`, of the same kind over the same data.
 
-    Args:
-        dataset: Of the same kind, over the same data.
-        files: The result of `state_files`, or files written by Orbax and grain.
-        path: The checkpoint, for messages.
-
-    Raises:
-        DatasetStateError: An iterator rejects the state, or another number of processes
-            saved it.
-        DamagedCheckpointError: The state of a process is missing.
+    `files` are the result of `state_files`, or were written by Orbax and grain. Raises
+    DatasetStateError if an iterator rejects the state, or if another number of
+    processes
+    saved it, and DamagedCheckpointError if the state of a process is missing.
     """
     iterators, restarting = _iterators(dataset)
     adapters = [_adapters.find(iterator) for iterator in iterators]

@@ -39,11 +39,8 @@ _TAGS = (
 def dumps(state: Any) -> bytes:
     """Converts `state` to JSON; JSON's own types exactly as `json.dumps` does.
 
-    Indented like grain's files, unless long.
-
-    Raises:
-        TypeError, ValueError: The state contains objects other than data, or data that
-            JSON cannot restore; the message names them.
+    Indented like grain's files, unless long. Raises TypeError or ValueError for objects
+    other than data, and for data that JSON cannot restore; the message names them.
     """
     encoded = _encode(state, "state", 0)
     text = json.dumps(encoded)
@@ -52,14 +49,9 @@ def dumps(state: Any) -> bytes:
 
 
 def loads(content: bytes, *, version: int = VERSION) -> Any:
-    """Converts JSON from `dumps` back to the state.
+    """Converts JSON from `dumps` back to the state; `version` is that of its tags.
 
-    Args:
-        content: JSON.
-        version: Of the tags in the JSON.
-
-    Raises:
-        ValueError: The JSON is invalid, or would need too much memory.
+    Raises ValueError if the JSON is invalid, or would need too much memory.
     """
     check_size(content)
     if not 0 <= version < len(_TAGS):
@@ -70,11 +62,7 @@ def loads(content: bytes, *, version: int = VERSION) -> Any:
 
 
 def check_size(content: bytes) -> None:
-    """Raises ValueError for JSON above the limits of writing and reading.
-
-    Raises:
-        ValueError: It is too large.
-    """
+    """Raises ValueError for JSON above the limits of writing and reading."""
     if len(content) > MAX_STATE_BYTES:
         raise ValueError(
             f"it takes {len(content)} bytes, more than {MAX_STATE_BYTES}:"

@@ -18,9 +18,9 @@ def choose(
 ) -> list[str] | None:
     """Returns the state file of each iterator; None if shards have state files.
 
-    Raises:
-        DatasetStateError: No file fits, as the number of processes has changed.
-        DamagedCheckpointError: The state of a process is missing.
+    Raises DatasetStateError if no file fits, as the number of processes has changed,
+    and
+    DamagedCheckpointError if the state of a process is missing.
     """
     names = _names.state_names(len(iterators))
     if all(name in files for name in names):
@@ -105,8 +105,7 @@ def shard_name(i: int) -> str:
 def shard_names(iterator: Any, files: Mapping[str, bytes]) -> list[str]:
     """Returns the files of the shards of this process.
 
-    Raises:
-        DatasetStateError: Its iterator has another number of shards.
+    Raises DatasetStateError if its iterator has another number of shards.
     """
     count = sum(_SHARD.fullmatch(name) is not None for name in files)
     index, step = _util.processes.process_index(), _util.processes.process_count()

@@ -17,10 +17,9 @@ _NUMBERED = re.compile(r"(.+?)(?:_(\d+))?")
 
 
 class StableNames:
-    """The names of a model's variables, by Keras and here.
+    """The names of a compiled model's variables, by Keras and here.
 
-    Args:
-        model: A compiled Keras model with all of its variables.
+    The model must have all of its variables.
     """
 
     def __init__(self, model: Any) -> None:

@@ -168,11 +168,7 @@ class _ScalarsOnly:
 def _merge(
     before: clu_metrics.Collection | None, update: clu_metrics.Collection
 ) -> clu_metrics.Collection:
-    """Returns the metrics of all batches so far.
-
-    Raises:
-        OptionError: The update is not a collection, or of another class than before.
-    """
+    """Returns the metrics of all batches so far, if of one class of collections."""
     if not isinstance(update, clu_metrics.Collection):
         raise errors.OptionError(
             f"batch_metrics must be a clu.metrics.Collection, got {update!r:.80}: pass"

@@ -190,11 +190,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._saved = self.completed
 
     def _restore(self) -> tuple[PyTree, int]:
-        """Returns the state to begin with, by Keras's names, and the step.
-
-        Raises:
-            RestoreMismatchError: The newest checkpoint fits neither its names nor ours.
-        """
+        """Returns the state to begin with, by Keras's names, and the step."""
         names = StableNames(self.model)
         try:
             state, step = self._on_step.restore_or_init(

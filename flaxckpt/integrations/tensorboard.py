@@ -108,8 +108,7 @@ class EventFiles:
 def _events(file: BinaryIO) -> Iterator[Any]:
     """Yields all complete events; stops at an event that is still being written.
 
-    Raises:
-        ValueError: An event is damaged.
+    Raises ValueError for a damaged event.
     """
     size = os.fstat(file.fileno()).st_size
     while len(header := file.read(_HEADER.size)) == _HEADER.size:
