@@ -93,10 +93,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"
-"""A value of `form` for `when`."""
-
-
 def count(n: int, one: str, many: str | None = None) -> str:
     """Formats a count with a noun: `1 step`, `2 steps`."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
