@@ -264,12 +264,10 @@ def _on_device(value: Any, user: LeafInfo) -> Any:
 def _request_source(source: StoredLeaf, user: LeafInfo, name: str) -> LeafInfo:
     """Returns the info to read a source of `user`, sharded alike if possible."""
     info = source.info
-    # Outside of a computation, jax would make it narrower.
-    is_wide = _state.dtypes.is_wide(info.dtype)
-    python_type = "numpy.ndarray" if is_wide else "jax.Array"
-    sharding = (
-        None if is_wide else _similar_sharding(user.sharding, user.shape, info.shape)
-    )
+    sharding = None
+    python_type = _state.dtypes.array_type(info.dtype)
+    if python_type == "jax.Array":
+        sharding = _similar_sharding(user.sharding, user.shape, info.shape)
     return dataclasses.replace(
         info,
         path=name,

@@ -131,6 +131,11 @@ def is_wide(dtype_name: str | None) -> bool:
     return dtype_name in _WIDE
 
 
+def array_type(dtype_name: str | None) -> str:
+    """Returns the type of arrays which jax does not truncate, as in `LeafInfo`."""
+    return "numpy.ndarray" if is_wide(dtype_name) else "jax.Array"
+
+
 def restores_as(found: str, wanted: str) -> bool:
     """Returns True if a leaf stored as `found` restores as `wanted` by default.
 

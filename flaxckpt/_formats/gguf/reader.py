@@ -64,14 +64,12 @@ def _leaf_table(path: Path, header: GgufHeader, stamp: _storage.Stamp) -> LeafTa
 
 def _leaf_info(keys: tuple[_state.tree.Key, ...], tensor: GgufTensor) -> LeafInfo:
     dtype, shape = tensor.type.dtype, tensor.shape
-    # By default, jax truncates elements of 64 bits to 32.
-    is_wide = _state.dtypes.is_wide(dtype)
     block = tensor.type.block
     return LeafInfo(
         _state.tree.join(keys),
         keys,
         "array",
-        "numpy.ndarray" if is_wide else "jax.Array",
+        _state.dtypes.array_type(dtype),
         shape,
         dtype,
         chunk_shape=(*[1] * (len(shape) - 1), block) if shape else (),

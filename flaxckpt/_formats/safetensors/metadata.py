@@ -68,9 +68,7 @@ def describe_foreign(
 def _foreign_info(
     keys: tuple[_state.tree.Key, ...], tensor: SafetensorsTensor
 ) -> LeafInfo:
-    # By default, jax truncates elements of 64 bits to 32.
-    is_wide = _state.dtypes.is_wide(tensor.dtype)
-    python_type = "numpy.ndarray" if is_wide else "jax.Array"
+    python_type = _state.dtypes.array_type(tensor.dtype)
     path, shape = _state.tree.join(keys), tensor.shape
     return LeafInfo(
         path, keys, "array", python_type, shape, tensor.dtype, None, _each(shape)
