@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         sample,
         to_device,
         to_host,
+        typed_values,
         write,
     )
 

@@ -12,12 +12,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import evaluate, forms
+from flaxckpt._arrays import forms
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -275,6 +274,8 @@ def _compute(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
     """Returns the values of leaves computed from other leaves."""
     if not leaves:
         return []
+    from flaxckpt._arrays import evaluate  # imports jax
+
     wanted = [
         dataclasses.replace(
             leaf,
@@ -295,5 +296,7 @@ def _compute(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
 
 def _as_array(value: Any, info: LeafInfo) -> Array:
     if info.kind == "prng_key":
+        import jax
+
         value = jax.random.key_data(value)
     return _convert(np.asarray(value), info)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import forms, read_files, read_plan, to_device
+from flaxckpt._arrays import forms, read_files, read_plan, typed_values
 from flaxckpt._arrays.read_files import Databases, Reading
 from flaxckpt._arrays.read_plan import ReadJob, Span
 from flaxckpt._state.leaf import Leaf, StoredLeaf
@@ -161,7 +161,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
         while blocks:  # release the blocks of finished arrays
             job, parts = blocks.pop()
             try:
-                values[job.wanted.path] = to_device.assemble(
+                values[job.wanted.path] = typed_values.assemble(
                     parts, job.stored.info, job.wanted
                 )
             except (ValueError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Conversion of host arrays to the caller's types and devices."""
+"""Places host arrays on the caller's devices."""
 
 from __future__ import annotations
 
@@ -20,32 +20,8 @@ _COPIED_BELOW = 2**16
 """Bytes below which a copy is faster for jax than sharing memory."""
 
 
-def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Assembles a wanted leaf from the stored values of regions of local devices.
-
-    Raises OverflowError if a number is too large for the wanted type.
-    """
-    if wanted.kind == "prng_key":
-        [data] = blocks.values()
-        return _make_keys(data, wanted)
-    dtype = wanted.dtype or ""
-    # A Python number has no width: check the range now.
-    is_number = wanted.is_python_number or found.is_python_number
-    typed = {
-        region: _as_dtype(_decode(block, found.dtype or "", dtype), dtype, is_number)
-        for region, block in blocks.items()
-    }
-    if wanted.python_type == "jax.Array":
-        return _to_devices(typed, wanted)
-    [array] = typed.values()
-    if wanted.python_type == "numpy.generic":
-        return array[()]
-    if wanted.python_type == "numpy.ndarray":
-        return array if array.flags.writeable else array.copy()
-    return array.item()
-
-
-def _make_keys(data: Array, wanted: LeafInfo) -> jax.Array:
+def make_keys(data: Array, wanted: LeafInfo) -> jax.Array:
+    """Returns PRNG keys of the words `data`, on the caller's devices."""
     sharding, impl = wanted.sharding, wanted.prng_impl
     if sharding is not None and not sharding.is_fully_addressable:
         everywhere: jax.Array = _compile_wrap(impl, sharding)(data)
@@ -61,31 +37,13 @@ def _compile_wrap(impl: str | None, sharding: Sharding) -> Any:
     return jax.jit(wrap, out_shardings=sharding)
 
 
-def _decode(block: Array, found: str, wanted: str) -> Array:
-    """Returns the stored values in the stored or the wanted type."""
-    is_cast = (
-        _state.numpy_dtypes.name(block.dtype)
-        == wanted
-        != _state.dtypes.stored_name(found)
-    )
-    return block if is_cast else _state.numpy_dtypes.from_stored(block, found)
+def to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
+    """Returns an array on the caller's devices.
 
-
-def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
-    if _state.numpy_dtypes.name(array.dtype) == dtype_name:
-        return array
-    if is_number and _state.dtypes.kind(dtype_name) in ("int", "uint"):
-        low, high = _state.dtypes.bounds(dtype_name)
-        if not low <= array.item() <= high:
-            raise OverflowError(str(array))
-    converted = _state.numpy_dtypes.convert(array, dtype_name)
-    is_float = _state.dtypes.kind(dtype_name) in ("float", "complex")
-    if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
-        raise OverflowError(str(array))
-    return converted
-
-
-def _to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
+    Args:
+        blocks: Region needed by each local device -> values of the wanted type.
+        wanted: The leaf requested by the caller.
+    """
     sharding = wanted.sharding
     entire = blocks.get(whole(wanted.shape))
     if sharding is None:

@@ -573,7 +573,7 @@ def _convert_numbers(
     for found, wanted in numbers:
         number = np.asarray(values[wanted.path], found.dtype)
         try:
-            placed[wanted.path] = _arrays.to_device.assemble(
+            placed[wanted.path] = _arrays.typed_values.assemble(
                 {(): number}, found, wanted
             )
         except OverflowError as error:

@@ -17,7 +17,6 @@ from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import mirrors, patterns
 from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._zarr.metadata import Array
-from flaxckpt.transforms import Transform
 
 _PIECE_BYTES = 16 * 2**20
 _AT_ONCE = 64 * 2**20
@@ -183,7 +182,7 @@ def diff(
     step_b: int | None = None,
     values: bool = True,
     only: str | None = None,
-    transforms: Sequence[Transform] = (),
+    transforms: Sequence[_transforms.Transform] = (),
 ) -> CheckpointDiff:
     """Compares two checkpoints of any formats, or two steps of a run, leaf by leaf.
 
@@ -210,7 +209,8 @@ def diff(
         OptionError: `only` is not a regular expression, or matches no leaf.
     """
     sides = [
-        locate.open_checkpoint(path, step) for path, step in ((a, step_a), (b, step_b))
+        locate.open_checkpoint(path, step, types=None)
+        for path, step in ((a, step_a), (b, step_b))
     ]
     names = _names(sides)
     damaged = _damaged_branches(sides)

@@ -62,7 +62,9 @@ def leaf_statistics(
 
     Raises RestoreMismatchError if the leaf does not exist; see also `load`.
     """
-    return statistics_of(locate.open_checkpoint(path, step), leaf_path, bins=bins)
+    return statistics_of(
+        locate.open_checkpoint(path, step, types=None), leaf_path, bins=bins
+    )
 
 
 def statistics_of(

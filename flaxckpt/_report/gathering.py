@@ -45,7 +45,7 @@ from flaxckpt._types import LeafPath, PathLike
 from flaxckpt._util import humanize
 from flaxckpt.policies import BestN, PreservationPolicy
 
-if TYPE_CHECKING:  # it imports jax, which only a comparison needs
+if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
     from flaxckpt._inspect.diff import CheckpointDiff
 
 _COMPARED_BYTES = 2**31
@@ -294,16 +294,17 @@ def _compare_steps(
             notes["change"] = "There are no two good steps to compare."
             return None
         a, b = (
-            locate.locate(root, step, step_format=options.step_format) for step in pair
+            locate.locate(root, step, step_format=options.step_format).path
+            for step in pair
         )
-        size = b.open().metadata.total_bytes
+        size = locate.read_metadata(b).total_bytes
         if size > _COMPARED_BYTES and not is_requested:
             notes["change"] = (
                 f"A comparison reads both steps, {humanize.size(size)} each: --diff"
                 " compares them."
             )
             return None
-        diff = _inspect.diff.diff(a.path, b.path)
+        diff = _inspect.diff.diff(a, b)
         return describe_change(diff, repeated, pair, (str(pair[0]), str(pair[1])))
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)

@@ -1,14 +1,18 @@
-"""Compares values: all of their bits, and the distances of their numbers."""
+"""Compares values: all of their bits, and the distances of their numbers.
+
+Only comparisons of jax arrays import jax: others run in servers that do without it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxckpt._state import dtypes, numpy_dtypes
+
+if TYPE_CHECKING:
+    import jax
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -17,7 +21,9 @@ _INTEGERS = frozenset(("int", "uint", "bool"))
 
 def key_data(value: Any) -> Any:
     """Returns the key data of random keys; other values unchanged."""
-    is_key = isinstance(value, jax.Array) and jnp.issubdtype(
+    import jax
+
+    is_key = isinstance(value, jax.Array) and jax.numpy.issubdtype(
         value.dtype, jax.dtypes.prng_key
     )
     return jax.random.key_data(value) if is_key else value
@@ -28,6 +34,8 @@ def is_same(one: Any, other: Any) -> bool:
 
     Of objects that are no leaves, only the classes are compared.
     """
+    import jax
+
     arrays = (jax.Array, np.ndarray, np.generic)
     if not (isinstance(one, arrays) and isinstance(other, arrays)):
         is_plain = isinstance(one, str | bytes | int | float | complex)
@@ -36,7 +44,7 @@ def is_same(one: Any, other: Any) -> bool:
         return False
     x, y = key_data(one), key_data(other)
     if isinstance(x, jax.Array) and isinstance(y, jax.Array) and not _is_at_hand(x, y):
-        return bool(_is_same_on_devices(x, y))
+        return bool(jax.jit(_is_same_on_devices)(x, y))
     return count_flips(np.asarray(x), np.asarray(y)) is None
 
 
@@ -48,13 +56,17 @@ def _is_at_hand(*arrays: jax.Array) -> bool:
     )
 
 
-@jax.jit
 def _is_same_on_devices(one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.array_equal(as_words(one), as_words(other))
+    import jax
+
+    return jax.numpy.array_equal(as_words(one), as_words(other))
 
 
 def as_words(array: jax.Array) -> jax.Array:
     """Returns the bits of an array as uint32; parts of a number along another axis."""
+    import jax.numpy as jnp
+    from jax import lax
+
     if jnp.iscomplexobj(array):
         array = jnp.stack([jnp.real(array), jnp.imag(array)])
     if array.dtype == bool:
@@ -62,7 +74,7 @@ def as_words(array: jax.Array) -> jax.Array:
     is_integer = jnp.issubdtype(array.dtype, jnp.integer)
     width = (jnp.iinfo if is_integer else jnp.finfo)(array.dtype).bits
     unsigned = jnp.dtype(f"uint{min(width, 32)}")
-    return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
 def count_flips(a: _Array, b: _Array) -> _Array | None:

@@ -1,10 +1,12 @@
-"""News of runs; and Ctrl-C, which ends the server whatever is being read."""
+"""News and values without jax; and Ctrl-C, which ends the server at any read."""
 
 import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +26,10 @@ _SOON_SECS = 45
 def served(tmp_path_factory):
     root = tmp_path_factory.mktemp("ui")
     with flaxckpt.Checkpointer(root / "runs" / "one") as run:
-        run.save(1, {"w": np.ones(3)})
+        for step in (1, 2):
+            run.save(
+                step, {"w": np.full(3, step, "float32"), "b": jnp.ones(2, "bfloat16")}
+            )
     with serving(root / "runs") as server:
         yield server
 
@@ -33,6 +38,18 @@ def test_news_have_a_version_and_a_text(served):
     news = json.loads(served.ask("/news?run=one").text)
     assert set(news) == {"version", "text", "is_bad"}
     assert served.ask("/news?run=two").status == 404
+
+
+def test_values_are_read_without_jax(served):
+    """It takes 120 MB and a second, of a server that runs beside the training."""
+    for leaf in ("w", "b"):
+        shown = served.ask(f"/leaves/leaf?run=one&step=2&leaf={leaf}")
+        assert "norm" in shown.text
+    compared = served.ask("/compare/result?run=one&a=1&b=2")
+    assert "1 leaf changed" in compared.text
+    libraries = Path(f"/proc/{served.process.pid}/maps").read_text()
+    assert "numpy" in libraries
+    assert "jaxlib" not in libraries
 
 
 @pytest.fixture

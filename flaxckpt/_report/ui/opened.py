@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _run, _storage
+from flaxckpt import _run
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._report.ui.places import Location
@@ -76,8 +76,7 @@ class OpenCheckpoints:
 
 
 def _open(place: Location, step: int | None) -> OpenCheckpoint:
-    stored = locate.open_without_classes(place.path, step)
-    locate.check_step(_storage.paths.from_text(stored.metadata.path), step, stored)
+    stored = locate.open_checkpoint(place.path, step, types=None)
     trees = _run.disk_usage.subtrees(stored.metadata.leaves)
     leaves = {tree.path: tree for tree in trees if tree.info is not None}
     return OpenCheckpoint(place, step, stored, trees[0], leaves, _children(trees))

@@ -1,0 +1,78 @@
+"""Conversion of stored values to the caller's types.
+
+It imports jax only for jax arrays: it takes a second, and 120 MB that a server which
+only looks at values has no use for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flaxckpt import _state
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._zarr.metadata import Array, Region
+
+
+def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
+    """Assembles a leaf from its values.
+
+    Args:
+        blocks: Region needed by each local device -> stored values.
+        found: The stored leaf.
+        wanted: The leaf requested by the caller.
+
+    Returns:
+        A `jax.Array`, a `numpy.ndarray`, or a number.
+
+    Raises:
+        OverflowError: A number is too large for the wanted type.
+    """
+    if wanted.kind == "prng_key":
+        from flaxckpt._arrays import to_device
+
+        [data] = blocks.values()
+        return to_device.make_keys(data, wanted)
+    dtype = wanted.dtype or ""
+    # A Python number has no width: check the range now.
+    is_number = wanted.is_python_number or found.is_python_number
+    typed = {
+        region: _as_dtype(_decode(block, found.dtype or "", dtype), dtype, is_number)
+        for region, block in blocks.items()
+    }
+    if wanted.python_type == "jax.Array":
+        from flaxckpt._arrays import to_device
+
+        return to_device.to_devices(typed, wanted)
+    [array] = typed.values()
+    if wanted.python_type == "numpy.generic":
+        return array[()]
+    if wanted.python_type == "numpy.ndarray":
+        return array if array.flags.writeable else array.copy()
+    return array.item()
+
+
+def _decode(block: Array, found: str, wanted: str) -> Array:
+    """Returns the stored values in the stored or the wanted type."""
+    is_cast = (
+        _state.numpy_dtypes.name(block.dtype)
+        == wanted
+        != _state.dtypes.stored_name(found)
+    )
+    return block if is_cast else _state.numpy_dtypes.from_stored(block, found)
+
+
+def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
+    if _state.numpy_dtypes.name(array.dtype) == dtype_name:
+        return array
+    if is_number and _state.dtypes.kind(dtype_name) in ("int", "uint"):
+        low, high = _state.dtypes.bounds(dtype_name)
+        if not low <= array.item() <= high:
+            raise OverflowError(str(array))
+    converted = _state.numpy_dtypes.convert(array, dtype_name)
+    is_float = _state.dtypes.kind(dtype_name) in ("float", "complex")
+    if is_number and is_float and np.isfinite(array) and not np.isfinite(converted):
+        raise OverflowError(str(array))
+    return converted
