@@ -9,7 +9,6 @@ import datetime
 import functools
 import html as standard_html
 import json
-import math
 import re
 import shlex
 import zlib
@@ -134,7 +133,7 @@ def _unless_none(form: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _short(value: float) -> ShownCell:
-    return ShownCell("NaN" if math.isnan(value) else f"{value:.3g}", value)
+    return ShownCell(humanize.number(value, 3), value)
 
 
 def _sortable(shown: object, value: float | None) -> ShownCell | str:

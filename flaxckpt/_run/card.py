@@ -105,4 +105,4 @@ def _frame(run: Checkpointer, *parts: Markup) -> str:
 
 
 def _number(metrics: Mapping[str, float], name: str) -> str:
-    return f"{metrics[name]:.4g}" if name in metrics else ""
+    return _util.humanize.number(metrics[name], 4) if name in metrics else ""

@@ -50,10 +50,10 @@ def clock(seconds: float | None) -> str:
     return when(seconds, "%H:%M:%S" if is_today else "%Y-%m-%d %H:%M")
 
 
-def number(value: object) -> str:
+def number(value: object, digits: int = 6) -> str:
     """Formats a number with few digits; `-` for None."""
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return "NaN" if math.isnan(value) else f"{value:.{digits}g}"
     return "-" if value is None else str(value)
 
 
@@ -78,7 +78,8 @@ def same_decimals(values: Sequence[float | None]) -> list[str]:
         kind, digits = "f", min(decimals, max(0, _FEWEST_DIGITS + 2 - whole))
     while len({f"{v:.{digits}{kind}}" for v in finite}) < len(finite) and digits < most:
         digits += 1
-    return ["" if v is None else f"{v:.{digits}{kind}}" for v in values]
+    texts = ["" if v is None else f"{v:.{digits}{kind}}" for v in values]
+    return ["NaN" if text == "nan" else text for text in texts]
 
 
 def _decimals(text: str) -> int:

@@ -307,7 +307,7 @@ def format_metrics(
 ) -> str:
     """Formats up to `most` metrics in one line, the names in `first` first."""
     names = list(dict.fromkeys([*(n for n in first if n in values), *values]))
-    texts = [f"{name}={values[name]:.4g}" for name in names[:most]]
+    texts = [f"{name}={number(values[name], 4)}" for name in names[:most]]
     if len(texts) < len(names):
         texts.append(f"… {len(names) - len(texts)} more")
     return ", ".join(texts)

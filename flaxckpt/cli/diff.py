@@ -208,7 +208,7 @@ def _row(name: str, leaf: LeafDiff) -> list[str | Cell]:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return _output.number(float(value), 4)  # integers may be exact
 
 
 # ---- subtrees ---------------------------------------------------------------------

@@ -299,4 +299,4 @@ def _with_metric(step: SavedStep, metric: str | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+    return "none" if value is None else _output.number(value)

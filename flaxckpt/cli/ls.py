@@ -233,7 +233,9 @@ class _Log:
 
 def _describe(step: Step, listing: Listing) -> str:
     size = "" if step.bytes is None else _output.size(step.bytes)
-    metrics = [f"{name}={value:.6g}" for name, value in step.metrics.items()]
+    metrics = [
+        f"{name}={_output.number(value)}" for name, value in step.metrics.items()
+    ]
     marks = _step_table.list_marks(step, listing)
     parts = [
         "" if step.step is None else str(step.step),

@@ -163,7 +163,7 @@ def curve(points: Sequence[MetricValue]) -> str:
     finite = [point.value for point in points if math.isfinite(point.value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     drawn = "".join(_bar([p.value for p in part], low, high) for part in parts)
-    ends = [f"{value:.4g}" for value in (points[0].value, points[-1].value)]
+    ends = [_output.number(points[n].value, 4) for n in (0, -1)]
     return f"{drawn}  {ends[0]} → {ends[1]}"
 
 

@@ -313,7 +313,7 @@ def test_show_of_one_leaf_reads_it(here, command):
     assert lines[0] == "w: float64[5]"
     assert "elements    5, of which 1 are 0" in lines
     assert "not finite  1 NaN, 1 infinite" in lines
-    assert "values      nan, inf, 0, 1, 3" in lines
+    assert "values      NaN, inf, 0, 1, 3" in lines
     assert any("█" in line for line in lines)
     found = command.json("show", "one", "w")
     assert found["values"] == ["NaN", "Infinity", 0.0, 1.0, 3.0]

@@ -431,7 +431,7 @@ def test_the_last_value_may_not_be_finite(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         for step, loss in ((1, 0.5), (2, np.nan)):
             opened.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
-    assert _captions(gather(tmp_path / "run")) == ["last nan at step 2"]
+    assert _captions(gather(tmp_path / "run")) == ["last NaN at step 2"]
 
 
 def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):

@@ -174,7 +174,7 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
     page.wait_for_selector("#steps tr[data-step='2']")
     page.click("#saves > details > summary")  # folds stay as the reader set them
     page.click("#metrics > details > summary")
-    sync_api.expect(page.locator("#news")).to_have_text("live")
+    sync_api.expect(page.locator("#news")).to_have_text("up to date")
     with flaxckpt.Checkpointer(runs / "growing") as run:
         save(run, 3)
     page.wait_for_selector("#steps tr[data-step='3']", timeout=PATIENCE_MS)
@@ -208,7 +208,7 @@ def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
         if view != "/leaves":  # which shows a step as soon as it is chosen
             chosen.select_option("2")
         before = chosen.input_value()
-        sync_api.expect(page.locator("#news")).to_have_text("live")
+        sync_api.expect(page.locator("#news")).to_have_text("up to date")
         sync_api.expect(page.locator("#news.bad")).to_have_count(0)
         with flaxckpt.Checkpointer(tmp_path / "run") as run:
             save(run, 4)
@@ -243,7 +243,7 @@ def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
         page.click("#saves > details > summary")
         page.locator("#steps th button").first.click()
         page.fill("#steps [data-search]", "9")
-        sync_api.expect(page.locator("#news")).to_have_text("live")
+        sync_api.expect(page.locator("#news")).to_have_text("up to date")
         with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
             run.save(15, {"w": np.full(4, 15)}, metrics={"loss": 1 / 15})
         facts = page.locator("figure[data-metric=loss] .facts")

@@ -80,7 +80,7 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be(browser, served):
     rows = read_all(whole)
     page = single.open("/run", run="run-01")
     expect(page.locator("#steps tr[data-step='2']")).to_be_visible()
-    expect(page.locator("#news")).to_have_text("live")
+    expect(page.locator("#news")).to_have_text("up to date")
     shutil.rmtree(served.root / "run-01")
     expect(page.locator("[role=alert]")).to_contain_text("no run or checkpoint")
     expect(rows.and_(whole.page.locator("[data-run=run-01]"))).to_have_count(0)

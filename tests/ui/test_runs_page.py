@@ -56,7 +56,7 @@ def test_all_texts_and_targets_are_legible(browser, served, scheme, width):  # n
     hidden = page.locator("button[data-series='adam-1']")
     hidden.press("Enter")
     expect(hidden).to_have_attribute("aria-pressed", "false")
-    expect(page.locator("#news")).to_have_text("live")
+    expect(page.locator("#news")).to_have_text("up to date")
     found = page.evaluate(legible.FAINT), page.evaluate(legible.SMALL)
     assert found == ([], [])
     news, switch = (

@@ -337,7 +337,7 @@ def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
     values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
     assert values == {
         "loss": ["0.5", "none", ""],
-        "odd": ["nan", "1", "nan"],
+        "odd": ["NaN", "1", "NaN"],
         "new": ["none", "2", ""],
     }
     assert "nothing changed in 1 leaf." in shown
@@ -654,12 +654,12 @@ def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
     space = open_page(tmp_path / "some" / "solo")
     shown = ask(overview.page, space, run="solo")
     assert "2 metrics are stored with the checkpoint." in shown
-    assert rows_of(shown, "metric") == [["loss", "0.25"], ["accuracy", "nan"]]
+    assert rows_of(shown, "metric") == [["loss", "0.25"], ["accuracy", "NaN"]]
     space = open_page(tmp_path / "some")
     shown = ask(overview.page, space, run="without")
     assert "No metrics are stored with the checkpoint." in shown
     lasts = [(r["last loss"], r["last accuracy"]) for r in cells(all_runs(space))]
-    assert lasts == [("0.25", "nan"), ("", "")]
+    assert lasts == [("0.25", "NaN"), ("", "")]
 
 
 def rows_of(markup, what):

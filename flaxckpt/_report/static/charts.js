@@ -886,7 +886,8 @@
     layers(place) {
       if (!data.layers) return [];
       const rows = data.layers.names.map((name, n) => new Layer(name, data.layers.cells[n]));
-      const key = create("p", { className: "note heat-key" }, "changed by 0.001 %");
+      const steps = create("span", {});
+      const key = create("p", { className: "note heat-key" }, steps, "changed by 0.001 %");
       for (const cell of "05aejosz!") {
         const mark = create("span", { className: "cell" });
         mark.style.background = heat(cell);
@@ -897,7 +898,11 @@
       if (data.layers.hidden) {
         key.append(` ${whole(data.layers.hidden)} layers that changed less are not shown.`);
       }
-      return rows;
+      const draw = () => {
+        const shown = rows[0].shown().map((n) => whole(data.layers.x[n]));
+        steps.textContent = shown.length ? `steps ${shown[0]} to ${shown.at(-1)},` : "";
+      };
+      return [...rows, { draw }];
     },
     // A metric of each run in one picture, for all metrics.
     runs(place) {

@@ -27,7 +27,7 @@
   function tell({ version, text, is_bad: isBad }) {
     const isNew = !address.endsWith(`version=${version}`);
     address = address.replace(/version=[\d.]*$/, `version=${version}`);
-    say(text || "live", isBad);
+    say(text || "up to date", isBad);
     if (isNew) showNews();
   }
 
