@@ -43,21 +43,12 @@ def chart_data(report: Report) -> dict[str, JSON]:
         None.
     """
     return {
-        "metrics": _metrics(report),
+        "metrics": [curve(*each) for each in [*report.drawn.items()][:MOST_METRICS]],
         "steps": _steps(report),
         "saves": _saves(report),
         "events": _events(report),
         "layers": _layers(report),
     }
-
-
-def _metrics(report: Report) -> list[JSON]:
-    drawn = [
-        (name, points)
-        for name, points in report.metrics.items()
-        if any(math.isfinite(point.value) for point in points)
-    ]
-    return [curve(name, points) for name, points in drawn[:MOST_METRICS]]
 
 
 def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
@@ -264,14 +255,14 @@ def _layers(report: Report) -> dict[str, JSON] | None:
         *sorted(layers, key=lambda name: -max(changes[name].values()))[:_MOST_LAYERS]
     }
     columns = _columns(steps[1:])
-    ridges = [leaf for name in layers if name in shown for leaf in layers[name]]
+    names = [name for name in layers if name in shown]
+    ridges = [leaf for name in names for leaf in layers[name]]
     return {
         "x": [column[-1] for column in columns],
-        "names": [errors.printable(name) for name in layers if name in shown],
+        "names": [*map(errors.printable, names)],
         "cells": [
             "".join(_cell(changes[name], column) for column in columns)
-            for name in layers
-            if name in shown
+            for name in names
         ],
         "hidden": len(layers) - len(shown),
         "ridges": [

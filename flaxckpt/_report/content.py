@@ -52,7 +52,11 @@ def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
     """
     return {
         "report": report,
-        **_recorder(report),
+        "verdict": flight_recorder.judge(report),
+        "data": chart_data.chart_data(report),
+        "step": flight_recorder.choose_step(report) if report.is_run else None,
+        "actions": flight_recorder.actions(report),
+        "has_track": report.is_run and bool(report.history),
         "bests": _bests(report),
         "facts": _count_metrics(report),
         "layers": _layers(report),
@@ -65,17 +69,6 @@ def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
 
 
 # ---- the headline -----------------------------------------------------------------
-
-
-def _recorder(report: Report) -> Content:
-    is_run = report.is_run
-    return {
-        "verdict": flight_recorder.judge(report),
-        "data": chart_data.chart_data(report),
-        "step": flight_recorder.choose_step(report) if is_run else None,
-        "actions": flight_recorder.actions(report),
-        "has_track": is_run and bool(report.history),
-    }
 
 
 def _bests(report: Report) -> list[Content]:
@@ -133,18 +126,13 @@ def _at_step(report: Report, point: MetricValue) -> str:
 
 def _count_metrics(report: Report) -> Content:
     points = [point for values in report.metrics.values() for point in values]
-    drawn = [
-        name
-        for name, values in report.metrics.items()
-        if any(math.isfinite(point.value) for point in values)
-    ]
     return {
         "steps": len({point.step for point in points}),
         "gone": len({point.step for point in points if point.is_deleted}),
         "is_ranked": any(point.best == "best" for point in points),
-        "drawn": len(drawn),
+        "drawn": len(report.drawn),
         "most": chart_data.MOST_METRICS,
-        "missing": [name for name in report.metrics if name not in drawn][:5],
+        "missing": [name for name in report.metrics if name not in report.drawn][:5],
         "single": {n: v for step in report.steps for n, v in step.metrics.items()},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -394,6 +395,26 @@ class Report:
             if check.is_bad
         }
 
+    @functools.cached_property
+    def good(self) -> Sequence[Step]:
+        """The checkpoints without known damage, the oldest first."""
+        return [step for step in self.steps if step.step not in self.faults]
+
+    @property
+    def usable(self) -> Sequence[int]:
+        """The steps without known damage, ascending; all if all are damaged."""
+        steps = self.good or self.steps
+        return [step.step for step in steps if step.step is not None]
+
+    @functools.cached_property
+    def drawn(self) -> Mapping[str, Sequence[MetricValue]]:
+        """The metrics with a finite value."""
+        return {
+            name: points
+            for name, points in self.metrics.items()
+            if any(math.isfinite(point.value) for point in points)
+        }
+
     def with_integrity(self, checks: Sequence[Integrity]) -> Report:
         """Returns the report with other checks.
 
@@ -411,10 +432,10 @@ class Report:
         if not self.is_run:
             return report
         best = {p.step for points in report.metrics.values() for p in points if p.mode}
-        good = [step.step for step in self.steps if step.step not in report.faults]
+        good = report.good
         steps = []
         for step in self.steps:
-            is_newest = step.step in good[-1:] or (not good and "latest" in step.marks)
+            is_newest = step in good[-1:] or (not good and "latest" in step.marks)
             rest = [mark for mark in step.marks if mark not in ("latest", "best")]
             newest, first = ["latest"] * is_newest, ["best"] * (step.step in best)
             marks = (*newest, *first, *rest)
@@ -452,7 +473,7 @@ class Report:
 
         Checkpoints that were not checked do not count.
         """
-        return not any(check.is_bad for check in self.integrity)
+        return not self.faults
 
 
 def last_good(points: Sequence[MetricValue]) -> MetricValue | None:

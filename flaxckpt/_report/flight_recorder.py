@@ -136,7 +136,7 @@ def _describe_damage(report: Report) -> list[str]:
     faults = report.faults
     if not faults:
         return []
-    good = [step.step for step in report.steps if step.step not in faults]
+    good = report.good
     what = "damaged" if "damaged" in faults.values() else "unreadable"
     if not report.is_run:
         return [f"the checkpoint is {what}"]
@@ -145,7 +145,8 @@ def _describe_damage(report: Report) -> list[str]:
     newest = "no step is good"
     if good:
         states = {check.step: check.state for check in report.integrity}
-        newest = _NEWEST[states.get(good[-1], "unknown")].format(f"{good[-1]:,}")
+        state = states.get(good[-1].step, "unknown")
+        newest = _NEWEST[state].format(f"{good[-1].step:,}")
     named = errors.first_few([f"{n:,}" for n in faults if n is not None], 5)
     return [f"{count} {what} {steps}, {newest} ({what}: {named})"]
 
@@ -190,9 +191,8 @@ def choose_step(report: Report) -> int | None:
 
     Of a run that diverged, it is the last good step with a finite value that is left.
     """
-    good = [step.step for step in report.steps if step.step not in report.faults]
-    finite = _find_finite(report)
-    return (finite or good or [None])[-1]
+    good = [step.step for step in report.good if step.step is not None]
+    return max(_find_finite(report) or good, default=None)
 
 
 def _find_finite(report: Report) -> list[int]:
@@ -218,8 +218,7 @@ def choose_pair(report: Report) -> tuple[int, int] | None:
     found = find_divergence(report)
     if found is None:
         return None
-    good = [s.step for s in report.steps if s.step is not None]
-    good = [step for step in good if step not in report.faults]
+    good = [step.step for step in report.good if step.step is not None]
     before = [step for step in good if step < found.step]
     after = [step for step in good if step >= found.step]
     if found.last_finite in before and after:

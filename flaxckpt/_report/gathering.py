@@ -150,15 +150,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         copies=repeated,
         parts=size_groups.divide(rest) if rest else (),
         tree=tuple(
-            TreeRow(
-                t.name,
-                t.path,
-                t.depth,
-                t.leaves,
-                t.bytes,
-                str(t.info) if t.info else None,
-            )
-            for t in rest
+            TreeRow(t.name, *t[:4], str(t.info) if t.info else None) for t in rest
         ),
         change=_compare_steps(root, listing, good, repeated, options, notes),
         leaf_histories=_leaf_histories(root, repeated, infos) if listing.is_run else (),
@@ -235,6 +227,7 @@ def _metrics(
     Metrics used by policies come first: pages show only the first of many.
     """
     existing = {step.step: step for step in listing.steps if step.step is not None}
+    staying = {n for n, step in existing.items() if step.why}
     known = {saved.step: saved.metrics for saved in history}
     known |= {n: step.metrics for n, step in existing.items()}
     bests = [policy for policy in keep if isinstance(policy, BestN)]
@@ -251,13 +244,7 @@ def _metrics(
             dict.fromkeys(kept, "among the best") if deciding else _extremes(values)
         )
         series[name] = tuple(
-            MetricValue(
-                n,
-                value,
-                n in existing and bool(existing[n].why),
-                labels.get(n),
-                n not in existing,
-            )
+            MetricValue(n, value, n in staying, labels.get(n), n not in existing)
             for n, value in values.items()
         )
     return series

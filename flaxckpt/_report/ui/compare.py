@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flaxckpt import _inspect, errors
 from flaxckpt._report import content, flight_recorder, gathering, templates
-from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
@@ -28,8 +28,8 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         place,
         other=other,
         fields={"run": place.name, "a": a, "b": b, "with": other.name},
-        a_steps=forms.steps_of(workspace, place, a),
-        b_steps=forms.steps_of(workspace, other, b),
+        report=workspace.report(place),
+        other_report=workspace.report(other),
         others=others,
         empty=workspace.targets.without_steps(others),
         is_asked=is_asked,
@@ -50,9 +50,9 @@ def _choose_steps(
         if pair is not None:
             return pair
     if b is None:
-        b = max(forms.good_steps(workspace.report(other)), default=None)
+        b = max(workspace.report(other).usable, default=None)
     if a is None:
-        others = forms.good_steps(workspace.report(place))
+        others = workspace.report(place).usable
         if other == place and b is not None:
             earlier = [step for step in others if step < b]
             others = earlier or [step for step in others if step > b][:1]

@@ -7,8 +7,7 @@ from typing import Any
 
 from flaxckpt import _inspect, errors
 from flaxckpt._report import flight_recorder, templates
-from flaxckpt._report.ui import forms, frame
-from flaxckpt._report.ui.opened import OpenCheckpoint
+from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._types import LeafPath
 from flaxckpt._util import html
@@ -32,7 +31,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     report, step = workspace.report(place), query.number("step")
     if step is None:
-        step = max(forms.good_steps(report), default=None)
+        step = max(report.usable, default=None)
     leaf = flight_recorder.find_most_changed(report.leaf_histories)
     return frame.render(
         "ui/leaves.html",
@@ -40,7 +39,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         place,
         run=place.name,
         step=step,
-        options=forms.step_options(report, step),
+        report=report,
         leaf=query.text("leaf") or leaf,
         opened=workspace.opened.find(place, step),
         **_LIMITS,
@@ -103,11 +102,10 @@ def statistics(workspace: Workspace, query: Query) -> html.Markup:
             f"{opened.stored.metadata.path} has no leaf {leaf!r}"
         )
     is_read = tree.bytes <= _MOST_BYTES or query.text("large")
-    result = _read(opened, leaf) if is_read else None
+    result = None
+    if is_read:
+        stored = opened.stored
+        result = _inspect.leaf_statistics.statistics_of(stored, leaf, bins=_BINS)
     return templates.render(
         "ui/leaf.html", run=place.name, step=opened.step, tree=tree, result=result
     )
-
-
-def _read(opened: OpenCheckpoint, leaf: LeafPath) -> object:
-    return _inspect.leaf_statistics.statistics_of(opened.stored, leaf, bins=_BINS)

@@ -11,7 +11,7 @@ from flaxckpt._inspect.plan_damage import PlanDamage
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
-from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._types import LeafPath
@@ -48,16 +48,16 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     chosen = query.text("into")
     empty = workspace.targets.without_steps(targets)
     into = workspace.targets.find(chosen) if chosen else place
-    step = query.number("step")
+    report, step = workspace.report(place), query.number("step")
     if step is None and place.is_run:
-        step = flight_recorder.choose_step(workspace.report(place))
+        step = flight_recorder.choose_step(report)
     return frame.render(
         "ui/plan.html",
         workspace,
         place,
         step=step,
         into=into.name,
-        steps=forms.steps_of(workspace, place, step),
+        report=report,
         targets=targets,
         empty=empty,
         given={name: query.text(name) for name in (*_RULES, *_CHOICES)},
@@ -275,10 +275,8 @@ def _find_other_step(
 
     Returns None for a checkpoint that is no step of a run.
     """
-    report = workspace.report(place)
-    steps = [each.step for each in report.steps if each.step not in report.faults]
-    others = [other for other in steps if other is not None and other != step]
-    return max(others, default=None)
+    steps = [each.step for each in workspace.report(place).good]
+    return max((n for n in steps if n is not None and n != step), default=None)
 
 
 def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:

@@ -123,10 +123,9 @@ def _metrics(reports: Mapping[str, Report]) -> dict[str, dict[str, list[MetricVa
     """Returns metric -> run -> its finite values, the metrics of most runs first."""
     metrics: dict[str, dict[str, list[MetricValue]]] = {}
     for run, report in reports.items():
-        for name, values in report.metrics.items():
+        for name, values in report.drawn.items():
             finite = [point for point in values if math.isfinite(point.value)]
-            if finite:
-                metrics.setdefault(name, {})[run] = finite
+            metrics.setdefault(name, {})[run] = finite
     return dict(sorted(metrics.items(), key=lambda item: -len(item[1])))
 
 
@@ -253,8 +252,7 @@ def _describe(
     tags: Sequence[str],
 ) -> Content:
     """Returns the row of a run, with its newest good step."""
-    good = [step for step in report.steps if step.step not in report.faults]
-    newest = good[-1] if good else None
+    newest = report.good[-1] if report.good else None
     first = _find_best(report, ranking)
     bests = [(ranking.metric, first)] if first is not None else []
     return {

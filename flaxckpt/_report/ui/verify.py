@@ -10,11 +10,11 @@ from flaxckpt import errors
 from flaxckpt._report import content, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
-from flaxckpt._report.ui import forms, frame
+from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.verifications import Job, Result
 from flaxckpt._report.ui.workspace import Query, Workspace
-from flaxckpt._util import html, humanize
+from flaxckpt._util import html
 
 _ALL: Final = "all"
 _Chosen: TypeAlias = int | Literal["all"] | None
@@ -30,13 +30,8 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that verifies the `step` of a `run`, or all of its steps."""
     place = workspace.places.find(query.text("run"))
     chosen = _chosen(workspace, place, query)
-    return frame.render(
-        "ui/verify.html",
-        workspace,
-        chosen="" if chosen is None else str(chosen),
-        options=_options(workspace.report(place), chosen) if place.is_run else None,
-        **_describe(workspace, place, chosen),
-    )
+    shown = _describe(workspace, place, chosen)
+    return frame.render("ui/verify.html", workspace, **shown)
 
 
 def start(workspace: Workspace, query: Query) -> html.Markup:
@@ -87,16 +82,6 @@ def _chosen(workspace: Workspace, place: Location, query: Query) -> _Chosen:
     return job.steps[0].step if len(job.steps) == 1 else _ALL
 
 
-def _options(report: Report, chosen: _Chosen) -> list[tuple[str, str]]:
-    """Returns the steps of a run, and all of them together."""
-    numbered = [step for step in report.steps if step.step is not None]
-    is_sized = any(step.bytes is not None for step in numbered)
-    total = f", {humanize.size(report.bytes)}" if report.bytes and is_sized else ""
-    options = forms.step_options(report, chosen if isinstance(chosen, int) else None)
-    options.insert(1, (_ALL, f"all {humanize.count(len(numbered), 'step')}{total}"))
-    return options
-
-
 def _describe(
     workspace: Workspace, place: Location, chosen: _Chosen, error: str | None = None
 ) -> Content:
@@ -119,7 +104,8 @@ def _describe(
         "faults": [_list_faults(result) for result in bad[:_MOST_SHOWN]],
         "more": max(0, len(bad) - _MOST_SHOWN),
         "remedies": _find_remedies(place, report, results),
-        "report": known if found else None,
+        "report": known,
+        "is_read": bool(found),
         "checks": content.list_checks(known),
         "said": {result.step.step for result in bad[:_MOST_SHOWN]},
     }
