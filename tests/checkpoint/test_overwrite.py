@@ -12,11 +12,9 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import leases as storage_leases
-from flaxckpt._storage import paths as storage_paths
 from flaxckpt.datasets import StepIndexed
 from tests import GOLDEN
-from tests.helpers import old_stores, run_files, seams
+from tests.helpers import faulty_store, old_stores, run_files, seams
 
 STATE = {"w": np.arange(6.0).reshape(2, 3), "name": "x", "n": 1}
 NEW = {"w": np.ones((2, 3)), "name": "y", "n": 2}
@@ -74,7 +72,7 @@ def test_overwriting_takes_an_empty_directory_as_a_new_path(tmp_path, write):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_the_placeholder_of_an_empty_directory_in_a_bucket_is_in_nobodys_way(overwrite):
-    path = storage_paths.from_text(f"memory://placeholder-{overwrite}/run/3")
+    path = faulty_store.new_path(f"placeholder-{overwrite}") / "3"
     path.store.write(path.prefix, b"")
     flaxckpt.save(path, NEW, overwrite=overwrite)
     assert flaxckpt.load(path)["n"] == 2
@@ -129,16 +127,16 @@ def test_overwrite_replaces_all_files_of_flaxckpt(tmp_path, state, zarr_version)
         run.save(1, state, dataset=StepIndexed(lambda i: i), temporary=True).wait()
         run.pin(1)
         run.add_metrics(1, {"loss": 1.0})
-        lease = storage_leases.Lease(tmp_path / "1")
+        lease = run_files.add_lease(tmp_path / "1")
         for name in (
-            storage_leases.DELETING,
+            run_files.DELETING,
             run_files.TEMPORARY,
             run_files.DATASET_DELETED,
         ):
             (tmp_path / "1" / name).touch()
         (tmp_path / "1" / ".nfs00000000000a1b2c00000001").touch()
         run.save(1, state, on_exists="overwrite").wait()
-        lease.release()
+        lease.unlink(missing_ok=True)
         run_files.mark_damaged(tmp_path / "1", "it is bad")
         (tmp_path / "1" / "flaxckpt.json").unlink()
         run.save(1, state).wait()
@@ -449,8 +447,8 @@ def test_nothing_is_replaced_in_a_store_that_has_objects_of_others(store_path, k
         run.save(1, STATE, metrics={"loss": 1}).wait()
         run.pin(1)
         run.save(1, STATE, on_exists="overwrite").wait()
-        path = storage_paths.parse(f"{root}/1/tokenizer/vocab.json")
-        path.store.create(path.key, b"mine")
+        path = root / "1/tokenizer/vocab.json"
+        path.write_bytes(b"mine")
         with pytest.raises(errors.CheckpointExistsError) as info:
             run.save(1, NEW, on_exists="overwrite")
         assert_refused(info, "tokenizer")

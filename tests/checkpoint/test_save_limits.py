@@ -12,7 +12,6 @@ from flax.core import FrozenDict
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._steps import markers as steps_markers
 from tests.helpers import seams, strategies
 
 MIB = 2**20
@@ -380,14 +379,6 @@ def test_metrics_that_grow_too_large_are_refused(tmp_path, monkeypatch):
         with pytest.raises(errors.SaveFailedError, match="1048576"):
             checkpointer.add_metrics(1, large)
         assert len(checkpointer.metadata(1).metrics) == 1
-
-
-def test_a_reason_of_damage_is_read_however_long_it_is(tmp_path):
-    with flaxckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"a": 1}).wait()
-        from_error = "it is gone " * 20_000
-        steps_markers.mark_damaged(tmp_path / "1", from_error)
-        assert checkpointer.damaged()[1].startswith("it is gone")
 
 
 # ---- datasets and other formats -----------------------------------------------------

@@ -10,6 +10,13 @@ TEMPORARY = "TEMPORARY"
 DAMAGED = "DAMAGED"
 NOT_UPLOADED = "NOT_UPLOADED"
 DATASET_DELETED = "DATASET_LET_GO"
+DELETING = "DELETING"
+READING = "READING-"
+"""How the names of leases begin."""
+
+COMMITTED = "commit_success.txt"
+LOCK = ".orbax-checkpoint-tmp-writing"
+"""How the name of a lock on a checkpoint in an object store ends."""
 
 
 def pin(step):
@@ -25,6 +32,13 @@ def is_pinned(step):
 def is_temporary(step):
     """Returns True if the step at a path is temporary."""
     return (step / TEMPORARY).is_file()
+
+
+def add_lease(step, reader="there-7"):
+    """Has a process read the step at a path; returns the lease."""
+    lease = step / f"{READING}{reader}-0123abcd"
+    lease.touch()
+    return lease
 
 
 def mark_damaged(step, reason):

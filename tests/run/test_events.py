@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint.planner import RestoreOptions
-from flaxckpt._formats import locate
 from flaxckpt._run import events as run_events
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt.policies import LatestN
@@ -106,7 +104,8 @@ def test_a_damaged_step_and_a_source_are_reported(tmp_path):
     flaxckpt.save(tmp_path / "source", state(0))
     seen = []
     with flaxckpt.Checkpointer(tmp_path / "run", sinks=[seen.append]) as ckpt:
-        ckpt._session.load_source(tmp_path / "source", state(1), RestoreOptions())
+        callback = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
+        callback.restore_or_init(state(1), source=tmp_path / "source")
         for step in (1, 2):
             ckpt.save(step, state(step)).wait()
         (tmp_path / "run/2/state/_METADATA").unlink()
@@ -516,7 +515,7 @@ def test_neither_orbax_nor_a_search_for_steps_minds_the_journal(tmp_path):
         manager.save(3, args=ocp.args.Composite(state=ocp.args.StandardSave(state(3))))
         manager.wait_until_finished()
         assert manager.restore(1)["state"]["step"] == 1
-    assert locate.locate(tmp_path, None)[:2] == (tmp_path / "3", 3)
+    assert flaxckpt.metadata(tmp_path).path == str(tmp_path / "3")
     strategies.assert_same(state(2), flaxckpt.load(tmp_path, step=2))
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [1, 2, 3]

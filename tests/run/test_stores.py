@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _storage, errors
-from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import locks as storage_locks
+from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import run_files, slow, strategies
+from tests.helpers import run_files, seams, slow, strategies
 
 STORES = ("memory", "moto", "seaweed")
 REAL = ("moto", "seaweed")
@@ -68,7 +66,7 @@ def save_until_killed(url, at, is_there):
     """Saves step 1, and then is killed while it writes step 2."""
     ckpt = flaxckpt.Checkpointer(url)
     ckpt.save(1, {"n": np.arange(5)}).wait()
-    real = storage_commit_marker.write_new
+    real = seams.current("commit_marker.write_new")
 
     def write_new(path, content):
         if path.name == at:
@@ -76,16 +74,14 @@ def save_until_killed(url, at, is_there):
             threading.Event().wait()
         real(path, content)
 
-    storage_commit_marker.write_new = write_new
+    seams.replace(pytest.MonkeyPatch(), "commit_marker.write_new", write_new)
     ckpt.save(2, {"n": np.arange(6)}).wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "at",
-    slow.all_but(
-        ["0.small.0", "flaxckpt.json", storage_commit_marker.MARKER], ["0.small.0"]
-    ),
+    slow.all_but(["0.small.0", "flaxckpt.json", run_files.COMMITTED], ["0.small.0"]),
 )
 @pytest.mark.parametrize("kind", REAL)
 def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
@@ -99,10 +95,13 @@ def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
         flaxckpt.Checkpointer(url).save(2, {"n": np.arange(7)}).wait()
     os.kill(writer.pid, signal.SIGKILL)
     writer.join()
-    root = _storage.paths.resolve(url)
-    lock = f"2{storage_locks.LOCK}"  # stays until no request of the writer can arrive
+    lock = f"2{run_files.LOCK}"  # stays until no request of the writer can arrive
     with flaxckpt.Checkpointer(url) as ckpt:
-        assert sorted(p.name for p in root.iterdir()) == ["1", lock, "events.jsonl"]
+        assert sorted(p.name for p in ckpt.directory.iterdir()) == [
+            "1",
+            lock,
+            "events.jsonl",
+        ]
         assert ckpt.steps() == [1]
         ckpt.save(2, {"n": np.arange(7)}).wait()
         strategies.assert_same({"n": np.arange(7)}, ckpt.restore())
@@ -146,8 +145,8 @@ def test_orbax_checkpoint_in_a_store_needs_its_marker(
         if file.is_file():
             name = file.relative_to(tmp_path / "orbax").as_posix()
             (path / name).write_bytes(file.read_bytes())
-    (path / storage_commit_marker.MARKER).unlink(missing_ok=True)
-    with pytest.raises(errors.CheckpointError, match=storage_commit_marker.MARKER):
+    (path / run_files.COMMITTED).unlink(missing_ok=True)
+    with pytest.raises(errors.CheckpointError, match=run_files.COMMITTED):
         flaxckpt.load(path)
-    (path / storage_commit_marker.MARKER).write_text("committed")
+    (path / run_files.COMMITTED).write_text("committed")
     np.testing.assert_array_equal(flaxckpt.load(path)["a"], state["a"])

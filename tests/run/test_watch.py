@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,9 +14,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import leases as storage_leases
 from flaxckpt.policies import LatestN
-from tests.helpers import seams, strategies
+from tests.helpers import run_files, seams, strategies
 
 OLD = 3600
 
@@ -31,7 +31,7 @@ def save(root, *steps):
 
 
 def leases(root):
-    return list(root.glob(f"*/{storage_leases.READING}*"))
+    return list(root.glob(f"*/{run_files.READING}*"))
 
 
 def python(code, *args):
@@ -137,7 +137,7 @@ def test_each_step_is_held_until_the_loop_goes_on(tmp_path):
     assert next(held) == 1
     [file] = leases(tmp_path)
     assert file.parent.name == "1"
-    assert ckpt.explain()[1] == [f"being read by {storage_leases.reader(file.name)}"]
+    assert ckpt.explain()[1] == [f"being read by {socket.gethostname()}:{os.getpid()}"]
     assert ckpt.prune(dry_run=True) == ckpt.prune() == (2,)
     assert next(held) == 3
     assert ckpt.prune() == (1,)
@@ -219,7 +219,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
     real = seams.current("rename.withdraw")
 
     def withdraw(final, aside):
-        (final / f"{storage_leases.READING}there-7-00").touch()
+        run_files.add_lease(final)
         real(final, aside)
 
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -235,7 +235,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
 
 def test_a_step_that_is_about_to_go_is_not_given_out(tmp_path):
     save(tmp_path, 1, 2)
-    mark = tmp_path / "1" / storage_leases.DELETING
+    mark = tmp_path / "1" / run_files.DELETING
     mark.touch()
     reader = flaxckpt.Checkpointer(tmp_path).new_steps(timeout_secs=60, poll_secs=0.01)
     assert next(reader) == 2
@@ -287,7 +287,7 @@ def not_to_write(path, flags, *args, real=os.open, **kwargs):
 
 def test_read_only_reader_sees_steps_of_cut_off_deletions(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
-    mark = tmp_path / "1" / storage_leases.DELETING
+    mark = tmp_path / "1" / run_files.DELETING
     mark.touch()
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", not_to_write)
@@ -300,8 +300,7 @@ def test_read_only_reader_sees_steps_of_cut_off_deletions(tmp_path, monkeypatch)
 
 def test_a_reader_of_the_future_is_none(tmp_path):
     save(tmp_path, 1, 2)
-    file = tmp_path / "1" / f"{storage_leases.READING}there-7-00"
-    file.touch()
+    file = run_files.add_lease(tmp_path / "1")
     os.utime(file, (time.time() + 1e6, time.time() + 1e6))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     assert ckpt.explain()[1] == []
@@ -380,6 +379,11 @@ def test_a_step_saved_out_of_order_comes_too(tmp_path):
     assert seen == [10, 5]
 
 
-def test_names_of_readers_are_distinguished():
-    assert storage_leases.reader("READING-my-host-12-ab") == "my-host:12"
-    assert storage_leases.reader("READING-") == "READING-"
+def test_names_of_readers_are_distinguished(tmp_path):
+    save(tmp_path, 1)
+    for name, reader in (("my-host-12-ab", "my-host:12"), ("", "READING-")):
+        lease = tmp_path / "1" / f"{run_files.READING}{name}"
+        lease.touch()
+        why = flaxckpt.Checkpointer(tmp_path).explain()[1]
+        assert f"being read by {reader}" in why
+        lease.unlink()
