@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import commit, save
-from flaxckpt._formats.items import Items
 from tests.helpers import chunks
 from tests.helpers import faulty_store as faulty
 
 grain = pytest.importorskip("grain")
 ocp = pytest.importorskip("orbax.checkpoint")
+
+from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs  # noqa: E402
 
 # Orbax warns whenever an array is read without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -568,9 +568,8 @@ def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path):
 
 def write_own(path, state):
     """Writes a tree as flaxckpt's handler for Orbax does: the directory is the item."""
-    options = commit.SaveOptions(items=Items(state=""))
-    request = commit.SaveRequest(path=path, options=options)
-    save.write_snapshot(save.take_snapshot(request, state))
+    path.mkdir()
+    CheckpointHandler().save(path, SaveArgs(state))
 
 
 @pytest.fixture

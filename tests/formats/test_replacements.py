@@ -5,14 +5,19 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage.bucket import Bucket
-from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 
 READS = {
-    "file": (type(LOCAL), ("exists", "identity", "read", "read_small", "open_file")),
-    "memory": (Bucket, ("read", "part", "read_into", "keys", "has")),
+    "file": (
+        *("disk.exists", "disk.identity", "disk.read", "disk.read_small"),
+        "disk.open_file",
+    ),
+    "memory": (
+        *("bucket.read", "bucket.part", "bucket.read_into", "bucket.keys"),
+        "bucket.has",
+    ),
 }
-"""Kind of storage -> the class, and its methods that read."""
+"""Kind of storage -> the functions that read."""
 
 
 def save(path, value):
@@ -34,7 +39,6 @@ def read_while_replaced(path, monkeypatch, kind, number, read):
     Returns:
         The value that was read, the error, or None if there are fewer reads.
     """
-    owner, names = READS[kind]
     calls = []
 
     def replace_before(real):
@@ -47,8 +51,8 @@ def read_while_replaced(path, monkeypatch, kind, number, read):
         return call
 
     with monkeypatch.context() as patch:
-        for name in names:
-            patch.setattr(owner, name, replace_before(getattr(owner, name)))
+        for seam in READS[kind]:
+            seams.replace(patch, seam, replace_before(seams.current(seam)))
         try:
             found = read(path)
         except errors.CheckpointError as error:

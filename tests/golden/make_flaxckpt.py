@@ -16,6 +16,7 @@ metrics and no `encoding`. A folder is never written again.
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,6 @@ from flax.core import FrozenDict
 from flax.training import dynamic_scale, train_state
 
 import flaxckpt
-from flaxckpt._formats.native_manifest import VERSIONS
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import LatestN
 
@@ -123,9 +123,12 @@ def write_items(run: Path) -> None:
 
 def main() -> None:
     """Adds the folder of this release."""
-    folder = Path(__file__).parent / f"flaxckpt-{VERSIONS[-1]}-{version('flaxckpt')}"
-    folder.mkdir()
-    write(folder)
+    new = Path(__file__).parent / "new"
+    new.mkdir()
+    write(new)
+    manifest = next(new.rglob("flaxckpt.json")).read_text(encoding="utf-8")
+    number = json.loads(manifest)["version"]
+    new.rename(new.with_name(f"flaxckpt-{number}-{version('flaxckpt')}"))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ def add_lease(step, reader="there-7"):
     return lease
 
 
+def announce_deletion(step):
+    """Has a process begin to delete the step at a path in a store; returns the mark."""
+    mark = step / DELETING
+    mark.write_text(json.dumps({"time": time.time()}))
+    return mark
+
+
 def mark_damaged(step, reason):
     """Marks the step at a path as damaged."""
     marker = {"reason": reason, "time": time.time()}

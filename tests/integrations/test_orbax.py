@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt import _storage as storage
 from flaxckpt import errors
 from tests.helpers import strategies
 from tests.helpers.files import flip_bit
@@ -520,12 +519,10 @@ def upload(source, target):
     """Copies the files of Orbax into an object store, its commit marker last."""
     for file in sorted(source.rglob("*")):
         if file.is_file():
-            content = file.read_bytes()
             inner = target / file.relative_to(source).as_posix()
-            storage.of(inner).write(inner, content)
+            inner.write_bytes(file.read_bytes())
     for directory in (target, target.parent):
-        marker = directory / "commit_success.txt"
-        storage.of(marker).write(marker, b"")
+        (directory / "commit_success.txt").write_bytes(b"")
 
 
 def test_the_manifest_names_the_item_as_its_own_root(item):

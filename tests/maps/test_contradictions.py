@@ -11,8 +11,8 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, formats, maps
-from flaxckpt._maps import named
 from flaxckpt.transforms import inverse
+from tests.helpers import command_line
 from tests.helpers import published as hf
 
 TARGETS = ["linen", "tunix", "maxtext", "maxtext-scanned"]
@@ -224,18 +224,23 @@ def test_a_head_of_a_tied_model_names_the_key(tmp_path, model, target):
 # ---- finding ------------------------------------------------------------------------
 
 
-def test_a_config_without_model_type_has_the_family_that_is_asked_for(model):
+def test_a_config_without_model_type_has_the_family_that_is_asked_for(tmp_path, model):
     config = {k: v for k, v in hf.LLAMA.items() if k != "model_type"}
     (model / "config.json").write_text(json.dumps(config))
     params = flaxckpt.load(model, transforms=maps.llama(hf.LLAMA, target="tunix"))
     with pytest.raises(errors.OptionError) as caught:
         maps.find(model, params)
     check(caught, "no model_type", "'llama'")
-    found = named.find_for_state("llama", model, params)
-    jax.tree.map(
-        np.testing.assert_array_equal, flaxckpt.load(model, transforms=found), params
-    )
-    assert named.find_for_layout("llama", model, "tunix")
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(run, every_steps=1)
+        found, _ = on_step.restore_or_init(
+            jax.tree.map(np.zeros_like, params), source=model, source_map="llama"
+        )
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    options = ("--map", "llama", "--target", "tunix")
+    command_line.run("convert", model, tmp_path / "converted", *options)
+    converted = flaxckpt.load(tmp_path / "converted")
+    jax.tree.map(np.testing.assert_array_equal, converted, params)
 
 
 def test_a_base_model_alone_names_the_option(tmp_path, model):
@@ -442,17 +447,19 @@ def quantize(model, entry):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_quantized_model_is_refused(model, target):
+def test_a_quantized_model_is_refused(tmp_path, model, target):
     params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
     quantize(model, FP8)
     for find in (
         lambda: maps.llama(model, target=target),
         lambda: maps.find(model, params),
-        lambda: named.find_for_layout("auto", model, target),
     ):
         with pytest.raises(errors.OptionError) as caught:
             find()
         check(caught, "quantization_config of 'fp8'", "dequantize it")
+    options = ("--map", "auto", "--target", target)
+    told = command_line.run("convert", model, tmp_path / "out", *options, code=2)
+    assert "dequantize it" in told
     assert maps.detect(model).family is maps.llama
     quantize(model, None)
     assert maps.find(model, params)
@@ -463,9 +470,9 @@ def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
     config = {"model_type": "gemma3", "text_config": text, "quantization_config": {}}
     tensors = gemma("language_model.model.", norms=("q_norm", "k_norm"))
     source = write(tmp_path / "gemma", tensors, config)
-    with pytest.raises(errors.OptionError) as caught:
-        named.find_for_layout("auto", source, "tunix")
-    check(caught, "the config has a quantization_config")
+    options = ("--map", "auto", "--target", "tunix")
+    told = command_line.run("convert", source, tmp_path / "out", *options, code=2)
+    assert "the config has a quantization_config" in " ".join(told.split())
 
 
 def test_all_leaves_of_a_quantized_model_are_ambiguous_for_suggest(model):

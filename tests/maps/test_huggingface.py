@@ -7,7 +7,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt._maps import named
+from flaxckpt import maps
 from flaxckpt.transforms import rename, split, transpose
 from tests.helpers import hub_cache
 
@@ -145,7 +145,7 @@ def test_changed_parameters_change_the_exported_model(tmp_path, published):
 )
 def test_a_run_by_name_goes_back_by_name(tmp_path, published, target):
     model, source, _ = published
-    changes = named.find_for_layout("auto", source, target)
+    changes = maps.detect(source).family(source, target=target)
     params = flaxckpt.load(source, transforms=changes)
     empty = jax.tree.map(jax.numpy.zeros_like, params)
     state = TrainState.create(apply_fn=None, params=empty, tx=optax.adamw(1e-3))

@@ -21,14 +21,17 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import file_sizes
-from flaxckpt._steps import delete as steps_delete
-from flaxckpt._storage import files, leases
-from flaxckpt._storage import rename as storage_rename
-from flaxckpt._storage.storage import LOCAL
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
-from tests.helpers import chunks, faulty_store, old_stores, seams, slow, strategies
+from tests.helpers import (
+    chunks,
+    faulty_store,
+    old_stores,
+    run_files,
+    seams,
+    slow,
+    strategies,
+)
 from tests.helpers.files import flip_bit, largest_file, without_permissions
 
 SMALL = "state/d/0.small.0"
@@ -517,21 +520,23 @@ def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
     assert has_datasets(ckpt) == {2: True, 3: True}
 
 
-@pytest.mark.parametrize("call", ["replace", "sync_directory", "remove_tree"])
+@pytest.mark.parametrize(
+    "call", ["disk.replace", "disk.sync_directory", "files.remove_tree"]
+)
 def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog, call):
     ckpt = save_datasets(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)])
 
     def fail(path, *_, **__):
-        if path.exists() or call == "replace":
+        if path.exists() or call == "disk.replace":
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files if call == "remove_tree" else LOCAL, call, fail)
+        seams.replace(patch, call, fail)
         assert ckpt.prune() == ()
     said = (
         "could not remove"
-        if call == "remove_tree"
+        if call == "files.remove_tree"
         else "the dataset state of step 1 could"
     )
     assert said in caplog.text
@@ -895,8 +900,7 @@ def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, 
 
 def test_only_the_steps_that_matter_are_looked_at_again(tmp_path, monkeypatch):
     looked = []
-    files = file_sizes.Files
-    are_unchanged = files.are_unchanged
+    are_unchanged = seams.current("files.are_unchanged")
     seams.replace(
         monkeypatch,
         "files.are_unchanged",
@@ -1083,7 +1087,7 @@ def test_sub_byte_types_are_found_whole(tmp_path):
 # ---- what cannot be written or deleted -------------------------------------------
 
 
-@pytest.mark.parametrize("cut", ["withdraw", "remove_tree"])
+@pytest.mark.parametrize("cut", ["rename.withdraw", "files.remove_tree"])
 def test_next_save_finishes_a_cut_off_deletion(tmp_path, monkeypatch, cut):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -1093,10 +1097,10 @@ def test_next_save_finishes_a_cut_off_deletion(tmp_path, monkeypatch, cut):
             raise OSError(16, "Device or resource busy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage_rename if cut == "withdraw" else files, cut, fail)
-        assert ckpt.prune() == (() if cut == "withdraw" else (1,))
+        seams.replace(patch, cut, fail)
+        assert ckpt.prune() == (() if cut == "rename.withdraw" else (1,))
     assert len(names(tmp_path)) == 2
-    assert ckpt.steps() == ([1, 2] if cut == "withdraw" else [2])
+    assert ckpt.steps() == ([1, 2] if cut == "rename.withdraw" else [2])
     ckpt.save(3, state(3)).wait()
     assert names(tmp_path) == ["3"]
     ckpt.close()
@@ -1239,17 +1243,17 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     seen = []
 
-    def watch(name):
-        real = getattr(LOCAL, name)
+    def watch(seam):
+        real = seams.current(seam)
 
         def write(path, content, **options):
             seen.append((tmp_path / "1/metrics").exists())
             real(path, content, **options)
 
-        monkeypatch.setattr(LOCAL, name, write)
+        seams.replace(monkeypatch, seam, write)
 
-    watch("write")
-    watch("replace")
+    watch("disk.write")
+    watch("disk.replace")
     ckpt.add_metrics(1, {"loss": 1})
     # Only the mark comes after it, as it says that there are metrics.
     assert seen == [False, False, True]
@@ -1262,15 +1266,14 @@ def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
 
 def during(monkeypatch, act, *, before):
     """Has `act(path)` happen whenever a directory is withdrawn, or begins to be."""
-    name = "delete" if before == "deletion" else "withdraw"
-    module = steps_delete if before == "deletion" else storage_rename
-    real = getattr(module, name)
+    seam = "delete.delete" if before == "deletion" else "rename.withdraw"
+    real = seams.current(seam)
 
     def act_first(path, *rest, **options):
         act(path)
         real(path, *rest, **options)
 
-    monkeypatch.setattr(module, name, act_first)
+    seams.replace(monkeypatch, seam, act_first)
 
 
 CHANGES_IN_BUCKETS = {
@@ -1286,11 +1289,12 @@ def test_a_step_in_a_bucket_whose_deletion_was_announced_is_not_changed(name):
         run.save(1, {"w": np.ones(2)}).wait()
         path = run.directory / "1"
         before = run.metadata(1).metrics
-        with leases.deletion(path):
-            with pytest.raises(errors.SaveFailedError, match="try again in 10 min"):
-                change(run)
-            assert not (path / "PINNED").is_file()
-            assert run.metadata(1).metrics == before
+        announced = run_files.announce_deletion(path)
+        with pytest.raises(errors.SaveFailedError, match="try again in 10 min"):
+            change(run)
+        assert not (path / "PINNED").is_file()
+        assert run.metadata(1).metrics == before
+        announced.unlink()
         change(run)
         assert (path / "PINNED").is_file() or run.metadata(1).metrics != before
 
@@ -1299,18 +1303,16 @@ def test_a_pin_that_fails_takes_back_no_pin_of_another_process():
     with flaxckpt.Checkpointer(faulty_store.new_path("pinned-twice")) as run:
         run.save(1, {"w": np.ones(2)}).wait()
         other = flaxckpt.Checkpointer(run.directory)
-        with (
-            contextlib.ExitStack() as deletion,
-            faulty_store.faulty(run.directory) as store,
-        ):
+        with faulty_store.faulty(run.directory) as store:
 
             def pin_and_announce():
                 other.pin(1)
-                deletion.enter_context(leases.deletion(run.directory / "1"))
+                run_files.announce_deletion(run.directory / "1")
 
             store.after["PINNED"] = pin_and_announce
             with pytest.raises(errors.SaveFailedError, match="being deleted"):
                 run.pin(1)
+        (run.directory / "1" / run_files.DELETING).unlink()
         assert run.explain() == {1: ["newest", "pinned", "no policy"]}
 
 

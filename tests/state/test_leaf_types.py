@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._state import leaf_types
 from flaxckpt.transforms import cast, drop, rename
-from tests.helpers import strategies
+from tests.helpers import seams, strategies
 
 few_examples = hypothesis.settings(
     max_examples=20, suppress_health_check=list(hypothesis.HealthCheck)
@@ -197,8 +196,8 @@ def test_the_parts_are_leaves_that_orbax_reads_as_a_dict(tmp_path):
 def test_where_the_class_is_unknown_the_leaf_is_a_dict(tmp_path, caplog, monkeypatch):
     flaxckpt.save(tmp_path / "a", {"q": quantized()})
     name = f"{Quantized.__module__}:{Quantized.__qualname__}"
-    monkeypatch.delitem(leaf_types._by_class, Quantized)
-    monkeypatch.delitem(leaf_types._by_name, name)
+    seams.replace(monkeypatch, "leaf_types.by_class", {})
+    seams.replace(monkeypatch, "leaf_types.by_name", {})
     found = flaxckpt.load(tmp_path / "a")
     assert type(found["q"]) is dict
     assert found["q"].keys() == {"values", "scale"}

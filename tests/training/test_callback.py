@@ -1,6 +1,7 @@
 """The trainer's hook saves when told, restores exactly, and fits any loop."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -24,12 +25,8 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._steps import journal as steps_journal
-from flaxckpt._training import kept_state as training_kept_state
-from flaxckpt._training import step_counter as training_step_counter
 from flaxckpt.datasets import StepIndexed
-from tests.helpers import seams, strategies
+from tests.helpers import run_files, seams, strategies
 
 
 @pytest.fixture
@@ -45,8 +42,7 @@ def drive(callback, steps):
 
 def skipped(callback):
     """The steps that were due but not saved, each with the reason."""
-    journal = callback.checkpointer.directory / "events.jsonl"
-    events = steps_journal.read(journal)
+    events = run_files.read_events(callback.checkpointer.directory)
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 
@@ -595,8 +591,12 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
-def test_read_counters_ignores_values_that_are_no_counters(ckpt, step):
-    assert not list(training_step_counter.read_counters({"step": step}))
+def test_values_that_are_no_counters_are_ignored(ckpt, step):
+    callback = flaxckpt.CheckpointCallback(ckpt, every_steps=7, preflight=False)
+    with contextlib.suppress(errors.UnsupportedLeafError):
+        assert callback(7, {"step": step})
+    with pytest.raises(errors.OptionError, match=r"state\['step'\] is 3"):
+        callback(14, {"step": 3})
 
 
 def test_a_call_can_force_a_save_even_of_step_0(ckpt):
@@ -866,7 +866,7 @@ def copied(state):
     """The leaves by their paths, as numpy arrays of their own."""
     return {
         path: np.array(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for path, leaf in state_flax_state.leaves_by_path(state).items()
+        for path, leaf in jax.tree.leaves_with_path(state)
     }
 
 
@@ -1071,11 +1071,13 @@ def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, capl
     assert "without its metrics" in caplog.text
 
 
-def test_holding_a_state_copies_no_jax_array():
+def test_holding_a_state_copies_no_jax_array(ckpt):
     state = {"w": jnp.ones(10**6), "n": 1}
-    held = training_kept_state.KeptState(state)
-    with held.reported_state() as found:
-        assert found["w"] is state["w"]
+    with flaxckpt.CheckpointCallback(ckpt, every_steps=9, preflight=False) as callback:
+        callback.bind(state=lambda: state)
+        before = len(jax.live_arrays())
+        assert not callback(1)
+        assert len(jax.live_arrays()) == before
 
 
 # ---- what else loops pass ---------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._training import preflight as training_preflight
 from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps
+from tests.helpers import run_files
 
 MIB = 2**20
 STATE = {"w": np.ones(MIB // 4, np.float32)}
@@ -46,8 +46,10 @@ def free(monkeypatch):
         ([LatestN(3), EveryNSteps(10)], None),
     ],
 )
-def test_policies_say_how_many_steps_they_keep(keep, kept):
-    assert training_preflight.max_kept(keep) == kept
+def test_policies_say_how_many_steps_they_keep(tmp_path, keep, kept):
+    first_call(tmp_path, keep=keep)
+    [found] = [e for e in run_files.read_events(tmp_path) if e.kind == "preflight"]
+    assert found.details["saves_kept"] == kept
 
 
 def test_first_call_reports_too_little_space_for_kept_steps(tmp_path, free):
