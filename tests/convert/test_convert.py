@@ -21,14 +21,14 @@ from safetensors import numpy as safetensors
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._arrays import write as arrays_write
-from flaxckpt._convert import convert
-from flaxckpt._formats import locate
 from tests import GOLDEN
 from tests.golden import make_flaxckpt, make_safetensors
 from tests.helpers import chunks, old_stores, seams, strategies
 
 ocp = pytest.importorskip("orbax.checkpoint")
+
+TEMPORARY = ".flaxckpt-convert-tmp"
+"""How the name of an unfinished conversion ends."""
 
 from tests.helpers.orbax_readers import READERS  # noqa: E402
 
@@ -125,9 +125,9 @@ def test_safetensors_library_reads_the_converted_file(source, tmp_path):
     flaxckpt.convert(source, tmp_path / "m.safetensors", format="safetensors")
     found = safetensors.load_file(tmp_path / "m.safetensors")
     wanted = {
-        ".".join(str(k.name) for k in leaf.info.keys): leaf
-        for leaf in locate.read_stored(source, None).table.values()
-        if leaf.info.dtype is not None
+        ".".join(str(k.name) for k in leaf.keys): leaf
+        for leaf in flaxckpt.metadata(source).leaves.values()
+        if leaf.dtype is not None
     }
     assert found.keys() == wanted.keys()
     params = state()["train"].params["dense"]
@@ -581,7 +581,7 @@ def kill_halfway(source, target, format_name, layout):
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
     assert not target.exists()
-    return target.with_name(target.name + convert.TEMPORARY)
+    return target.with_name(target.name + TEMPORARY)
 
 
 def files_with(done, root):
@@ -590,11 +590,10 @@ def files_with(done, root):
     for batch in root.glob("d/*.batch"):
         data = json.loads(batch.read_text())
         if set(data["pieces"]) <= set(done):
-            written = arrays_write.Written.from_json(data["written"])
             found |= {
-                root / value.file
-                for value in written.values.values()
-                if not isinstance(value, bytes)
+                root / place[0]  # file, offset, size
+                for _, place in data["written"]["values"]
+                if not isinstance(place, str)
             }
     return found
 
@@ -695,7 +694,7 @@ def test_conversion_resumes_after_an_error(tmp_path, monkeypatch, format_name, f
             flaxckpt.convert(source, target, format=format_name)
     assert not target.exists()
     flaxckpt.convert(source, target, format=format_name)
-    assert not target.with_name("new" + convert.TEMPORARY).exists()
+    assert not target.with_name("new" + TEMPORARY).exists()
     if format_name != "msgpack":
         assert_equal(source, target)
 
@@ -705,8 +704,7 @@ def test_moved_result_is_converted_again(tmp_path, monkeypatch, format_name):
     """As if it was killed after the last step, and the result then removed."""
     source, target = big_source(tmp_path), tmp_path / "x"
     with monkeypatch.context() as patch:
-        journal = convert.Journal
-        patch.setattr(journal, "remove", lambda journal: None)
+        seams.replace(patch, "convert.journal_remove", lambda journal: None)
         flaxckpt.convert(source, target, format=format_name)
     target.rename(tmp_path / "moved")
     flaxckpt.convert(source, target, format=format_name)

@@ -7,9 +7,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import temporary as storage_temporary
 from flaxckpt.policies import EveryNSecs, LatestN
 from tests.faults import scenarios
+from tests.faults.test_unfinished import locked
 from tests.helpers import slow
 
 ROUNDS = 20
@@ -217,7 +217,9 @@ def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jum
     keep = [LatestN(2), EveryNSecs(3600)]
     ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.RAW, keep=keep)
     step = 0
-    with storage_temporary.new_directory(tmp_path / "900") as at_work:
+    at_work = tmp_path / "900.orbax-checkpoint-tmp-writing-0123abcd"
+    at_work.mkdir()
+    with locked(at_work):
         for jump in (0.0, *jumps):
             clock(jump)
             for _ in range(4):

@@ -1,5 +1,7 @@
 """What crashes leave is removed; what others work with, or have made, is not."""
 
+import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -10,7 +12,6 @@ import time
 import pytest
 
 import flaxckpt
-from flaxckpt._storage import temporary as storage_temporary
 from tests.faults import scenarios
 from tests.helpers import seams
 
@@ -24,6 +25,17 @@ def leave(directory, name):
     return directory / name
 
 
+@contextlib.contextmanager
+def locked(directory):
+    """Holds the lock of a process that works with a directory, as FORMAT.md has it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def grow_old(path, secs):
     then = time.time() - secs
     os.utime(path, (then, then))
@@ -32,8 +44,9 @@ def grow_old(path, secs):
 TRYING = """
 import os, signal, sys
 import numpy as np
+import pytest
 import flaxckpt
-from flaxckpt._storage.storage import LOCAL
+from tests.helpers import seams
 
 def stop(*ignored):
     print("in the middle", flush=True)
@@ -44,7 +57,7 @@ ckpt = flaxckpt.Checkpointer(sys.argv[1])
 on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
 state = {"w": np.ones(3), "step": 1}
 if sys.argv[2] == "preflight":
-    LOCAL.write = stop  # of the probe
+    seams.replace(pytest.MonkeyPatch(), "disk.write", stop)  # of the probe
     on_step(1, state)
 else:
     on_step.check_resume(state, stop)
@@ -128,8 +141,7 @@ def test_old_unlocked_leftovers_are_removed(tmp_path, name, secs):
 
 def test_claimed_directory_is_not_removed(tmp_path):
     left = leave(tmp_path, LEFT)
-    with storage_temporary.claim(left) as is_ours:
-        assert is_ours
+    with locked(left):
         flaxckpt.Checkpointer(tmp_path)
         assert left.exists()
     flaxckpt.Checkpointer(tmp_path)
@@ -147,7 +159,8 @@ def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     grow_old(other, 700)
     with monkeypatch.context() as patch:
         seams.replace(patch, "temporary.touched_every_secs", 0.01)
-        with storage_temporary.claim(other):
+        claim = seams.current("temporary.claim")
+        with claim(other):
             while time.time() - other.stat().st_mtime > 60:
                 time.sleep(0.01)
     grow_old(other, 700)  # a sweep claims it, too, and would touch it as often

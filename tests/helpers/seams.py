@@ -35,6 +35,7 @@ SEAMS = {
     "commit_marker.write_new": "_storage.commit_marker:write_new",
     "convert.journal": "_convert.convert:Journal",
     "convert.journal_add": "_convert.convert:Journal.add",
+    "convert.journal_remove": "_convert.convert:Journal.remove",
     "delete.delete": "_steps.delete:delete",
     "delete.sweep": "_steps.delete:sweep",
     "device_copy.program": "_arrays.device_copy:_program",

@@ -12,12 +12,12 @@ import optax
 import pytest
 from flax import serialization
 from flax.training.train_state import TrainState
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from flaxckpt._inspect import diff as inspect_diff
 from tests.helpers import chunks, seams
 
 
@@ -300,25 +300,25 @@ floats = hnp.arrays(
 )
 
 
-@given(floats)
-def test_values_are_equal_to_themselves(values):
-    sums = inspect_diff._Differences()
-    sums.add(values, values.copy())
-    assert sums.different == 0
-
-
-@given(floats, floats)
-def test_differences_agree_with_numpy(a, b):
-    if a.shape != b.shape:
-        return
-    sums = inspect_diff._Differences()
-    sums.add(a, b)
-    assert sums.different == np.count_nonzero(a.view("u4") != b.view("u4"))
-    assert 0 <= sums.max_rel <= 2
-    assert not math.isnan(sums.max_abs)
-    if np.isfinite(a).all() and np.isfinite(b).all():
-        wide = np.abs(a.astype(np.float64) - b)
-        assert sums.max_abs == wide.max()
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_differences_agree_with_numpy(data):
+    a = data.draw(floats)
+    elements = st.sampled_from([*a.flat, np.float32("nan")]) | st.floats(width=32)
+    b = data.draw(hnp.arrays(np.float32, a.shape, elements=elements))
+    for name, values in (("a", a), ("same", a.copy()), ("b", b)):
+        flaxckpt.save(f"memory://differences/{name}", {"w": values}, overwrite=True)
+    assert flaxckpt.diff("memory://differences/a", "memory://differences/same").is_empty
+    changed = flaxckpt.diff("memory://differences/a", "memory://differences/b").changed
+    different = np.count_nonzero(a.view("u4") != b.view("u4"))
+    assert changed.keys() == ({"w"} if different else set())
+    for found in changed.values():
+        assert found.different == different
+        assert 0 <= found.max_rel <= 2
+        assert not math.isnan(found.max_abs)
+        if np.isfinite(a).all() and np.isfinite(b).all():
+            wide = np.abs(a.astype(np.float64) - b)
+            assert found.max_abs == wide.max()
 
 
 @pytest.mark.parametrize(
