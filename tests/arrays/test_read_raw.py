@@ -733,10 +733,7 @@ def test_the_same_array_saved_as_another_type_is_written(tmp_path):
 
 
 def test_a_save_without_threads_is_done_by_the_caller(tmp_path, monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    seams.refuse_threads(monkeypatch)
     handle = flaxckpt.save_async(tmp_path / "c", big_state())
     assert handle.done()
     handle.wait()

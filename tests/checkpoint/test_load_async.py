@@ -161,11 +161,8 @@ def test_wait_reports_that_the_checkpoint_was_replaced(tmp_path, gate):
 
 
 def test_without_a_thread_it_is_read_at_once(tmp_path, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
     flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    seams.refuse_threads(monkeypatch)
     handle = flaxckpt.load_async(tmp_path / "c")
     assert handle.done()
     assert handle.wait()["w"].sum() == 100

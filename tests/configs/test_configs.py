@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
-from flaxckpt import _policy_forms, errors
+from flaxckpt import errors
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
@@ -142,7 +142,14 @@ def test_every_field_of_a_layout_is_an_option():
 
 
 def test_each_policy_has_a_name_in_files():
-    assert {form.cls for form in _policy_forms.FORMS.values()} == {
+    keep = [
+        *(BestN(1, "loss", "min"), EveryNSecs(60.0), EveryNSteps(10)),
+        *(EveryNStepsClosest(10), ExponentialSteps(100, 3), LatestDuration(60.0)),
+        *(LatestN(1), OnSteps([1]), WithoutMetric("loss")),
+    ]
+    written = CheckpointConfig(keep=keep).to_mapping()["keep"]
+    assert list(CheckpointConfig.from_mapping({"keep": written}).keep) == keep
+    assert {*map(type, keep)} == {
         found
         for found in vars(flaxckpt.policies).values()
         if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)

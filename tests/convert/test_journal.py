@@ -1,6 +1,7 @@
 """Work that goes on where it stopped."""
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,24 @@ def test_a_file_in_its_place_is_left_alone(tmp_path):
     with pytest.raises(OSError, match="j"):
         Journal(tmp_path / "j", WORK)
     assert (tmp_path / "j").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["done.txt", "work.json"])
+def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.write_text("mine\n")
+    for make in (os.mkfifo, lambda path: path.symlink_to(outside)):
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
+            journal.add(["x"])
+        (tmp_path / "work" / name).unlink()
+        make(tmp_path / "work" / name)
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
+            assert not journal.done
+            journal.add(["y"])
+        with Journal(tmp_path / "work", {"a": 1}) as journal:
+            assert journal.done == {"y"}
+            journal.remove()
+    assert outside.read_text() == "mine\n"
 
 
 def test_no_file_is_open_when_the_directory_is_removed(tmp_path, monkeypatch):

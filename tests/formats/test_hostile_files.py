@@ -14,34 +14,13 @@ import pytest
 import tensorstore as ts
 
 import flaxckpt
-from flaxckpt import ArrayLayout, _storage, errors
-from flaxckpt._convert.journal import Journal
+from flaxckpt import ArrayLayout, errors
 from tests.helpers import old_stores, slow
 
 
 def to_pipe(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-
-
-@pytest.mark.parametrize(
-    "make", [to_pipe, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
-)
-def test_refuses_special_files_without_waiting(tmp_path, make):
-    path = tmp_path / "file"
-    make(path)
-    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
-        _storage.of(path).read(path, max_bytes=10)
-    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
-        _storage.of(path).digest_file(path, max_bytes=10)
-
-
-def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
-    (tmp_path / "file").write_bytes(b"12345")
-    (tmp_path / "link").symlink_to("file")
-    assert _storage.of(tmp_path).read(tmp_path / "link", max_bytes=5) == b"12345"
-    with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
-        _storage.of(tmp_path).read(tmp_path / "link", max_bytes=4)
 
 
 def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):
@@ -53,23 +32,6 @@ def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):
                 to_pipe(file)
         ckpt.save(2, state).wait()
         np.testing.assert_array_equal(ckpt.restore(step=2)["w"], state["w"])
-
-
-@pytest.mark.parametrize("name", ["done.txt", "work.json"])
-def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, name):
-    outside = tmp_path / "outside"
-    outside.write_text("mine\n")
-    for make in (to_pipe, lambda path: (path.unlink(), path.symlink_to(outside))):
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            journal.add(["x"])
-        make(tmp_path / "work" / name)
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            assert not journal.done
-            journal.add(["y"])
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            assert journal.done == {"y"}
-            journal.remove()
-    assert outside.read_text() == "mine\n"
 
 
 def test_convert_refuses_results_larger_than_the_free_space(tmp_path):

@@ -4,11 +4,8 @@ import contextlib
 import random
 import threading
 
-from flaxckpt import _storage
-from flaxckpt._storage import locks as storage_locks
-from flaxckpt._storage import paths as storage_paths
-from flaxckpt._storage import store_settings as storage_store_settings
-from flaxckpt._storage.store_requests import StoreOptions
+import flaxckpt
+from tests.helpers import run_files
 
 FAULTS = ("refused", "unanswered", "late", "twice", "torn")
 
@@ -74,7 +71,7 @@ class Faulty:
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
             fault = self._random.choice(FAULTS)
-            if fault == "torn" and key.endswith(storage_locks.LOCK):
+            if fault == "torn" and key.endswith(run_files.LOCK):
                 fault = "refused"  # half a lock has no owner, and delays everybody
             if fault == "unanswered":
                 self._write(key, value, if_equal).result()
@@ -105,8 +102,7 @@ def faulty(path, **given):
 def new_path(name):
     """Returns a path in a new bucket in memory, with immediate retries."""
     url = f"memory://{name}"
-    storage_store_settings.set_store_options(url, StoreOptions(retries=6))
-    path = _storage.paths.resolve(f"{url}/run")
-    assert storage_paths.is_remote(path)
+    flaxckpt.set_store_options(url, flaxckpt.StoreOptions(retries=6))
+    path = flaxckpt.Checkpointer(f"{url}/run", read_only=True).directory
     path.store.delete_under("")
     return path

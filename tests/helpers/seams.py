@@ -6,6 +6,7 @@ no test.
 """
 
 import importlib
+import threading
 
 SEAMS = {
     "arrays.begin_read": "_arrays.read:_begin",
@@ -14,6 +15,10 @@ SEAMS = {
     "arrays.write": "_arrays.write:write",
     "blockwise.compute": "_arrays.blockwise:_compute",
     "blockwise.read": "_arrays.blockwise:read",
+    "bucket.create": "_storage.bucket:Bucket.create",
+    "bucket.delete": "_storage.bucket:Bucket.delete",
+    "bucket.delete_all": "_storage.bucket:Bucket.delete_all",
+    "bucket.exchange": "_storage.bucket:Bucket.exchange",
     "bucket.has": "_storage.bucket:Bucket.has",
     "bucket.keys": "_storage.bucket:Bucket.keys",
     "bucket.part": "_storage.bucket:Bucket.part",
@@ -32,6 +37,8 @@ SEAMS = {
     "commit.publish": "_checkpoint.commit:publish",
     "commit.write_files": "_checkpoint.commit:write_files",
     "commit_marker.commit": "_storage.commit_marker:commit",
+    "commit_marker.lock_around": "_storage.commit_marker:_lock_around",
+    "commit_marker.withdraw": "_storage.commit_marker:withdraw",
     "commit_marker.write_new": "_storage.commit_marker:write_new",
     "convert.journal": "_convert.convert:Journal",
     "convert.journal_add": "_convert.convert:Journal.add",
@@ -96,6 +103,7 @@ SEAMS = {
     "locks.machine": "_storage.locks:_machine",
     "locks.seen": "_storage.locks:_seen",
     "locks.time": "_storage.locks:time",
+    "locks.until": "_storage.locks:_until",
     "markers.write": "_steps.markers:_write",
     "modes.follow": "_storage.modes:follow",
     "modes.set_on_file": "_storage.modes:set_on_file",
@@ -158,6 +166,15 @@ def replace(monkeypatch, seam, new):
         new: The function or the value in its place.
     """
     monkeypatch.setattr(*_find(seam), new)
+
+
+def refuse_threads(monkeypatch):
+    """No thread can be started until the end of the test."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
 def _find(seam):

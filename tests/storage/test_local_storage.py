@@ -190,6 +190,26 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tree, monkeypatch):
         LOCAL.read(tree / "b", max_bytes=20)
 
 
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
+)
+def test_refuses_special_files_without_waiting(tmp_path, make):
+    path = tmp_path / "file"
+    make(path)
+    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
+        LOCAL.read(path, max_bytes=10)
+    with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
+        LOCAL.digest_file(path, max_bytes=10)
+
+
+def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert LOCAL.read(tmp_path / "link", max_bytes=5) == b"12345"
+    with pytest.raises(errors.DamagedCheckpointError, match="at most 4 bytes, found 5"):
+        LOCAL.read(tmp_path / "link", max_bytes=4)
+
+
 def test_a_digest_has_a_limit(tree):
     digest = "sha256:" + hashlib.sha256(b"345").hexdigest()
     assert LOCAL.digest_file(tree / "a/d", max_bytes=3) == digest

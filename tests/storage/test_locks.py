@@ -125,10 +125,7 @@ def test_a_lock_that_is_lost_stays_lost(path, caplog):
 
 
 def test_a_lock_without_a_thread_is_held_all_the_same(path, monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    seams.refuse_threads(monkeypatch)
     with locks.lock(path) as lock:
         lock.confirm()
     assert not locks.is_locked(path)
@@ -255,14 +252,14 @@ def test_a_long_name_of_a_holder_is_cut_off():
 
 def test_of_two_who_take_over_one_gets_the_lock(path, clock, monkeypatch):
     put(path, ELSEWHERE)
-    real, quicker = path.store.exchange, ELSEWHERE._replace(id="quicker")
+    real, quicker = seams.current("bucket.exchange"), ELSEWHERE._replace(id="quicker")
 
-    def exchange(key, value, generation):
-        real(key, quicker.content(), None)
-        return real(key, value, generation)
+    def exchange(store, key, value, generation):
+        real(store, key, quicker.content(), None)
+        return real(store, key, value, generation)
 
-    monkeypatch.setattr(path.store, "create", lambda key, value: None)
-    monkeypatch.setattr(path.store, "exchange", exchange)
+    seams.replace(monkeypatch, "bucket.create", lambda store, key, value: None)
+    seams.replace(monkeypatch, "bucket.exchange", exchange)
     with pytest.raises(errors.CheckpointExistsError), locks.lock(path):
         pass
     assert read(path)["id"] == "quicker"
@@ -271,7 +268,7 @@ def test_of_two_who_take_over_one_gets_the_lock(path, clock, monkeypatch):
 def test_a_lock_that_nobody_can_make_is_an_error_at_the_deadline(
     path, clock, monkeypatch
 ):
-    monkeypatch.setattr(path.store, "create", lambda key, value: None)
+    seams.replace(monkeypatch, "bucket.create", lambda store, key, value: None)
     with (
         pytest.raises(errors.StoreError, match="check that the bucket exists"),
         locks.lock(path),
@@ -284,13 +281,13 @@ def test_a_lock_that_nobody_can_make_is_an_error_at_the_deadline(
 def test_a_lock_that_is_released_between_two_requests_is_acquired(
     path, clock, monkeypatch
 ):
-    real, tries = path.store.create, []
+    real, tries = seams.current("bucket.create"), []
 
-    def create(key, value):
+    def create(store, key, value):
         tries.append(key)
-        return real(key, value) if len(tries) == 3 else None
+        return real(store, key, value) if len(tries) == 3 else None
 
-    monkeypatch.setattr(path.store, "create", create)
+    seams.replace(monkeypatch, "bucket.create", create)
     with locks.lock(path) as lock:
         assert not lock.is_inherited
     assert clock.sleeps == 2
@@ -386,13 +383,13 @@ def test_only_an_old_lock_is_renewed_before_a_request(path, clock, late_secs):
 
 def test_a_pause_during_a_renewal_is_noticed_before_a_request(path, clock, monkeypatch):
     lock = locks._acquire(path, patient=False)
-    real, pauses = path.store.exchange, [100.0]
+    real, pauses = seams.current("bucket.exchange"), [100.0]
 
     def exchange(*args):
         clock.now += pauses.pop() if pauses else 0.0
         return real(*args)
 
-    monkeypatch.setattr(path.store, "exchange", exchange)
+    seams.replace(monkeypatch, "bucket.exchange", exchange)
     clock.now += locks._FRESH_SECS + 1
     lock.check()
     assert clock.now - lock._holder.beat <= locks._FRESH_SECS
@@ -562,13 +559,13 @@ def test_a_sweep_that_is_too_late_takes_nothing(path, clock, monkeypatch):
     put(path, ELSEWHERE)
     locks.take_over(path)
     clock.now += 46
-    real, quicker = path.store.exchange, ELSEWHERE._replace(id="quicker")
+    real, quicker = seams.current("bucket.exchange"), ELSEWHERE._replace(id="quicker")
 
-    def exchange(key, value, generation):
-        real(key, quicker.content(), None)
-        return real(key, value, generation)
+    def exchange(store, key, value, generation):
+        real(store, key, quicker.content(), None)
+        return real(store, key, value, generation)
 
-    monkeypatch.setattr(path.store, "exchange", exchange)
+    seams.replace(monkeypatch, "bucket.exchange", exchange)
     assert locks.take_over(path) is None
     assert read(path)["id"] == "quicker"
 

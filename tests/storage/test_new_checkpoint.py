@@ -52,17 +52,17 @@ def sweep(path):
     commit_marker.sweep(path.parent, lambda name: name.isdigit())
 
 
-def after(monkeypatch, path, request, act):
-    """Calls `act` after the next request of a kind: "create", "delete" …"""
-    real = getattr(path.store, request)
+def after(monkeypatch, seam, act):
+    """Calls `act` after the next request of a kind, such as "bucket.create"."""
+    real = seams.current(seam)
 
     def do(*given):
         result = real(*given)
-        monkeypatch.setattr(path.store, request, real)
+        seams.replace(monkeypatch, seam, real)
         act()
         return result
 
-    monkeypatch.setattr(path.store, request, do)
+    seams.replace(monkeypatch, seam, do)
 
 
 def interrupt():
@@ -158,14 +158,14 @@ def test_writer_without_its_lock_does_not_commit(path):
 def test_a_lock_lost_during_the_commit_is_an_error(path, monkeypatch):
     with LOST, new(path) as made:
         (made / "file").write_bytes(b"1")
-        after(monkeypatch, path, "create", lambda: leave(path))
+        after(monkeypatch, "bucket.create", lambda: leave(path))
         commit_marker.commit(made, b"{}")
     assert list(path.keys()) == [commit_marker.MARKER, "file"]
 
 
 def test_a_commit_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
     def act(made):
-        after(monkeypatch, path, "create", interrupt)
+        after(monkeypatch, "bucket.create", interrupt)
         commit_marker.commit(made, b"{}")
 
     with pytest.raises(KeyboardInterrupt):
@@ -298,7 +298,7 @@ def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, error, monkeypat
 def test_a_lock_lost_during_the_replacement_removes_nothing_more(path, monkeypatch):
     write(path)
     (path / "old").write_bytes(b"1")
-    after(monkeypatch, path, "delete", lambda: leave(path))
+    after(monkeypatch, "bucket.delete", lambda: leave(path))
     with LOST:
         write(path, overwrite=True)
     assert sorted(path.keys()) == sorted([*FILES, "old"])
@@ -313,15 +313,15 @@ def test_a_new_object_replaces_late_writes(path):
 def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypatch):
     tries = []
 
-    def refuse(key, *given):
+    def refuse(store, key, *given):
         tries.append(key)
 
-    monkeypatch.setattr(path.store, "create", refuse)
+    seams.replace(monkeypatch, "bucket.create", refuse)
     with pytest.raises(errors.CheckpointExistsError, match="also being written"):
         commit_marker.write_new(path / "file", b"1")
     assert len(tries) == commit_marker._LATE_TRIES
     path.store.write(path.key + "/file", b"theirs")
-    monkeypatch.setattr(path.store, "exchange", refuse)
+    seams.replace(monkeypatch, "bucket.exchange", refuse)
     with pytest.raises(errors.CheckpointExistsError, match="also being written"):
         commit_marker.write_new(path / "file", b"1")
     assert len(tries) == 3 * commit_marker._LATE_TRIES
@@ -382,7 +382,7 @@ def test_lost_lock_prevents_withdraw_restore_and_remove(path):
 
 def test_a_removal_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
     (path / "file").write_bytes(b"1")
-    monkeypatch.setattr(path.store, "delete_all", lambda keys, check: interrupt())
+    seams.replace(monkeypatch, "bucket.delete_all", lambda *given: interrupt())
     with pytest.raises(KeyboardInterrupt), locks.lock(path) as lock:
         commit_marker.remove(lock)
     assert locks.is_locked(path)

@@ -228,7 +228,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
 ):
     """Whoever holds it could not renew it, either."""
     path = faulty.new_path("restarts-lock") / "1"
-    real, now, reads = path.store.read, [0.0], []
+    real, now, reads = seams.current("bucket.read"), [0.0], []
     clock = types.SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
     )
@@ -237,17 +237,17 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
     with storage_locks.lock(path) as lock:
         seams.replace(monkeypatch, "locks.machine", lambda: "another")
 
-        def read(key, **given):
-            found = real(key, **given)
+        def read(store, key, **given):
+            found = real(store, key, **given)
             reads.append(key)
             if len(reads) == slow:
                 now.append(now.pop() + 59.0)  # as long as a request may take
             if len(reads) == slow + 1:
                 assert lock._renew()  # the store is back
-                found = real(key, **given)
+                found = real(store, key, **given)
             return found
 
-        monkeypatch.setattr(path.store, "read", read)
+        seams.replace(monkeypatch, "bucket.read", read)
         if look == "acquire":
             with pytest.raises(errors.CheckpointExistsError), storage_locks.lock(path):
                 pass

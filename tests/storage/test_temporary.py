@@ -303,10 +303,7 @@ def test_a_touch_that_fails_is_tried_again(tmp_path, monkeypatch, shared):
 def test_without_threads_a_directory_is_claimed_all_the_same(
     tmp_path, monkeypatch, shared
 ):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
+    seams.refuse_threads(monkeypatch)
     with temporary.claim(leave(tmp_path, WRITING)) as is_ours:
         assert is_ours
 

@@ -8,6 +8,7 @@ import pytest
 
 from flaxckpt._util import threads as util_threads
 from flaxckpt._util.pace import Pace
+from tests.helpers import seams
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="threads have no priority of their own"
@@ -74,10 +75,7 @@ def test_the_first_error_is_raised_and_the_rest_left_out():
 
 
 def test_the_caller_works_where_no_thread_can_start(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    seams.refuse_threads(monkeypatch)
     done = []
     util_threads.each(done.append, range(3), threads=4, pace=Pace())
     assert done == [0, 1, 2]

@@ -9,16 +9,13 @@ import time
 import pytest
 
 from flaxckpt._util import threads as util_threads
+from tests.helpers import seams
 
 
 @pytest.fixture(params=["threads", "no threads"])
 def any_threads(request, monkeypatch):
     if request.param == "no threads":
-
-        def refuse(self):
-            raise RuntimeError("can't start new thread")
-
-        monkeypatch.setattr(threading.Thread, "start", refuse)
+        seams.refuse_threads(monkeypatch)
 
 
 @pytest.mark.usefixtures("any_threads")

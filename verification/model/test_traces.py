@@ -11,12 +11,11 @@ from flaxckpt._storage import (
     commit_marker,
     files,
     leases,
-    locks,
     rename,
     temporary,
     transaction,
 )
-from tests.helpers import faulty_store
+from tests.helpers import faulty_store, seams
 from verification.model import commit, observe, reading, replace
 from verification.model.engine import Event, refused
 
@@ -141,22 +140,22 @@ def test_traces_of_two_processes_in_a_bucket_are_paths(first, second, pause, has
     ],
 )
 def test_traces_of_planted_faults_are_no_paths(planted, first, second, monkeypatch):
-    real = commit_marker.write_new
+    real = seams.current("commit_marker.write_new")
     if planted == "replaces unasked":
-        monkeypatch.setattr(commit_marker, "_lock_around", lambda path: None)
+        seams.replace(monkeypatch, "commit_marker.lock_around", lambda path: None)
     elif planted == "reports unasked":
 
         def hasty(path, marker):
             commit_marker._locks[path].confirm()
             real(path / commit_marker.MARKER, marker)
 
-        monkeypatch.setattr(commit_marker, "commit", hasty)
+        seams.replace(monkeypatch, "commit_marker.commit", hasty)
     elif planted == "removes unasked":
-        monkeypatch.setattr(locks.Lock, "confirm", lambda lock: None)
+        seams.replace(monkeypatch, "locks.confirm", lambda lock: None)
     elif planted == "removes the marker last":
-        monkeypatch.setattr(commit_marker, "withdraw", lambda lock: None)
+        seams.replace(monkeypatch, "commit_marker.withdraw", lambda lock: None)
     elif planted == "does not wait":
-        monkeypatch.setattr(locks, "_until", lambda lock: 0.0)
+        seams.replace(monkeypatch, "locks.until", lambda lock: 0.0)
     else:
 
         def write_new(path, content):
@@ -164,7 +163,7 @@ def test_traces_of_planted_faults_are_no_paths(planted, first, second, monkeypat
                 real(path.parent / commit_marker.MARKER, content)
             real(path, content)
 
-        monkeypatch.setattr(commit_marker, "write_new", write_new)
+        seams.replace(monkeypatch, "commit_marker.write_new", write_new)
     pause = "dead" if planted == "does not wait" else "paused"
     found = refusals(first, second, has_step=first == "delete", pause=pause)
     assert next(found, None) is not None
