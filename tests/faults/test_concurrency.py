@@ -9,8 +9,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import EveryNSecs, LatestN
 from tests.faults import scenarios
-from tests.faults.test_unfinished import locked
-from tests.helpers import slow
+from tests.helpers import run_files, slow
 
 ROUNDS = 20
 STEPS = 25
@@ -219,7 +218,7 @@ def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jum
     step = 0
     at_work = tmp_path / "900.orbax-checkpoint-tmp-writing-0123abcd"
     at_work.mkdir()
-    with locked(at_work):
+    with run_files.locked(at_work):
         for jump in (0.0, *jumps):
             clock(jump)
             for _ in range(4):

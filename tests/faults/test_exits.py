@@ -9,13 +9,23 @@ import time
 import pytest
 
 import flaxckpt
+from tests import ROOT
 
-BEGIN = """
+BEGIN = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+"""
+BEGIN += """
 import multiprocessing, os, resource, signal, sys, threading, time
 import numpy as np
+import pytest
 import flaxckpt
+from tests.helpers import seams
 
 STATE = {"w": np.arange(50_000.0)}
+
+def replace(seam, part):
+    seams.replace(pytest.MonkeyPatch(), seam, part)
 
 def fill_up():
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -106,16 +116,14 @@ def test_failed_save_sets_the_exit_code_even_without_output(run, tmp_path, way):
 
 
 INTERRUPTED = """
-from flaxckpt._storage import rename
-
-publish = rename.publish
+publish = seams.current("rename.publish")
 
 def slow(*args):
     print("under way", flush=True)
     sys.stdin.readline()
     publish(*args)
 
-rename.publish = slow
+replace("rename.publish", slow)
 save(directory)
 """
 
@@ -227,9 +235,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
     done = run(
         """
         slow = threading.Event()
-        from flaxckpt._storage.storage import LOCAL
-
-        sync_tree = LOCAL.sync_tree
+        sync_tree = seams.current("disk.sync_tree")
 
         def wait_and_sync(path):
             if os.getpid() == parent:
@@ -237,7 +243,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
             return sync_tree(path)
 
         parent = os.getpid()
-        LOCAL.sync_tree = wait_and_sync
+        replace("disk.sync_tree", wait_and_sync)
         ckpt = flaxckpt.Checkpointer(directory)
         handle = ckpt.save(1, STATE)
         while not list(ckpt.directory.glob("1.*")):

@@ -1,7 +1,5 @@
 """What crashes leave is removed; what others work with, or have made, is not."""
 
-import contextlib
-import fcntl
 import os
 import random
 import signal
@@ -12,8 +10,9 @@ import time
 import pytest
 
 import flaxckpt
+from tests import ROOT
 from tests.faults import scenarios
-from tests.helpers import seams
+from tests.helpers import run_files, seams
 
 KILLS = 30
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
@@ -23,17 +22,6 @@ def leave(directory, name):
     (directory / name / "state").mkdir(parents=True)
     (directory / name / "state" / "file").touch()
     return directory / name
-
-
-@contextlib.contextmanager
-def locked(directory):
-    """Holds the lock of a process that works with a directory, as FORMAT.md has it."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def grow_old(path, secs):
@@ -69,6 +57,7 @@ else:
 def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
     process = subprocess.Popen(
         [sys.executable, "-c", TRYING, tmp_path, trial],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -141,7 +130,7 @@ def test_old_unlocked_leftovers_are_removed(tmp_path, name, secs):
 
 def test_claimed_directory_is_not_removed(tmp_path):
     left = leave(tmp_path, LEFT)
-    with locked(left):
+    with run_files.locked(left):
         flaxckpt.Checkpointer(tmp_path)
         assert left.exists()
     flaxckpt.Checkpointer(tmp_path)

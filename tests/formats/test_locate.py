@@ -14,10 +14,9 @@ import pytest
 from flax import serialization
 
 import flaxckpt
-from flaxckpt import _formats, _inspect, _storage, errors, formats
-from flaxckpt._report.ui import places as ui_places
+from flaxckpt import errors, formats
 from tests import GOLDEN
-from tests.helpers import seams
+from tests.helpers import command_line, seams
 from tests.helpers.files import without_permissions
 
 
@@ -216,13 +215,14 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
     orbax_steps, monkeypatch, load
 ):
     asked = []
-    recognises = _formats._RECOGNISERS["orbax"]
+    recognisers = seams.current("formats.recognisers")
 
     def counted(path):
         asked.append(path)
-        return recognises(path)
+        return recognisers["orbax"](path)
 
-    monkeypatch.setitem(_formats._RECOGNISERS, "orbax", counted)
+    changed = {**recognisers, "orbax": counted}
+    seams.replace(monkeypatch, "formats.recognisers", changed)
     load(orbax_steps)
     assert asked.count(orbax_steps / "6") == 1
     assert orbax_steps / "5" not in asked
@@ -280,11 +280,8 @@ def test_error_mentions_the_first_save_under_way(store_path, slow_saves, kind, l
 
 
 def wait_for_names(root, part):
-    root = _storage.paths.resolve(root)
     for _ in range(6000):
-        if root.is_dir() and any(
-            part in name for name in _storage.of(root).names(root)
-        ):
+        if root.is_dir() and any(part in path.name for path in root.iterdir()):
             return
         time.sleep(0.01)
     raise AssertionError(f"no {part} in {root}")
@@ -386,20 +383,21 @@ def test_a_pointer_of_big_vision_is_followed(name, tmp_path):
     assert flaxckpt.verify(path).ok
     shutil.rmtree(newest)
     missing = f"checkpoint.bv-LAST names the checkpoint {newest}, which is missing"
-    for read in (flaxckpt.load, flaxckpt.metadata, _inspect.listing.listing):
+    for read in (flaxckpt.load, flaxckpt.metadata):
         with pytest.raises(errors.DamagedCheckpointError, match=re.escape(missing)):
             read(path)
+    assert missing in command_line.run("ls", path, code=1)
 
 
 @pytest.mark.parametrize("name", ["checkpoint.bv", "checkpoint.bv-LAST"])
 def test_a_listing_follows_a_pointer_of_big_vision(name, tmp_path):
     work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     newest = work / "checkpoint.bv-000000007-tmp"
-    wanted = _inspect.listing.listing(newest)
-    assert _inspect.listing.listing(work / name) == wanted
-    used = _inspect.listing.disk_usage(work / name)
-    assert used == _inspect.listing.disk_usage(newest)
-    assert used.bytes == wanted.bytes
+    wanted = command_line.read_json("ls", newest)
+    assert command_line.read_json("ls", work / name) == wanted
+    used = command_line.read_json("du", work / name)
+    assert used == command_line.read_json("du", newest)
+    assert used["bytes"] == wanted["bytes"]
 
 
 def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
@@ -407,7 +405,8 @@ def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
     (work / "x.bv-LAST").write_text("000000300")
     (work / "expected.npz").unlink()
     names = {path.name for path in work.iterdir() if path.is_dir()}
-    assert ui_places.find_places(work).runs.keys() == names
+    found = command_line.read_json("ls", work)
+    assert {Path(run["path"]).name for run in found["runs"]} == names
 
 
 def test_an_array_of_big_vision_without_its_metadata_is_named(tmp_path):

@@ -1,6 +1,9 @@
 """Files beside the arrays of a run, as FORMAT.md describes them: markers, journal."""
 
+import contextlib
+import fcntl
 import json
+import os
 import time
 
 import flaxckpt
@@ -52,6 +55,17 @@ def mark_damaged(step, reason):
     """Marks the step at a path as damaged."""
     marker = {"reason": reason, "time": time.time()}
     (step / DAMAGED).write_text(json.dumps(marker))
+
+
+@contextlib.contextmanager
+def locked(directory):
+    """A process works with the directory in the block."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_events(directory):
