@@ -164,7 +164,7 @@ def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
     ckpt = flaxckpt.Checkpointer(url, layout=layout)
     ckpt.save(1, state(1)).wait()
     timers: list[threading.Timer] = []
-    real = storage_locks.Lock.confirm
+    real = seams.current("locks.confirm")
 
     def confirm(lock):
         if not timers:
