@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays import read_plan
-from flaxckpt._arrays.read_plan import ChunkForm, Span
+from flaxckpt._arrays.read_plan import ChunkForm, ReadJob, Span
 from flaxckpt._types import Shape
 from flaxckpt._zarr import chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
@@ -148,6 +148,14 @@ class Database:
         if isinstance(found, Place) and self._sizes is not None:
             self._check_place(found, self._sizes)
         return found
+
+    def holds(self, key: str) -> bool:
+        """Returns True for a value in the index; its file, if any, may be missing.
+
+        Raises:
+            ValueError: The value is missing.
+        """
+        return isinstance(self._index.find(key), bytes)
 
     def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
         """Raises ValueError for a place outside of the recorded files of the database.
@@ -292,6 +300,26 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
     # The index of a database is two files, one of them tiny: not worth a thread.
     threads = THREADS if len(digests) > len(zarr_metadata.INDEX_FILES) else 1
     _util.threads.each(check, digests, threads=threads)
+
+
+def find_files(jobs: Iterable[ReadJob]) -> set[Path]:
+    """Returns the files that a read opens, apart from indexes.
+
+    Raises:
+        ValueError, OSError: An index is damaged, or cannot be read.
+    """
+    databases, found = Databases(), set()
+    for job in jobs:
+        raw, stored = job.stored.raw, job.stored
+        if raw is not None and raw.ocdbt and stored.info.chunk_shape is not None:
+            index = databases.open(raw.root, stored.root, check=raw.check_database)
+            for key in read_plan.find_parts([*job.reads], stored.info.chunk_shape):
+                place = index.find(zarr_metadata.database_key(raw.name, key))
+                if isinstance(place, Place):
+                    found.add(raw.root / place.file)
+        elif stored.find_files is not None:
+            found |= {stored.root / name for name in stored.find_files()}
+    return found
 
 
 # ---- chunks ---------------------------------------------------------------------
@@ -469,8 +497,7 @@ def is_small(raw: RawArray, form: ChunkForm, database: Database) -> bool:
     if form.nbytes <= _SMALL_BYTES:
         return True
     whole = zarr_metadata.chunks(zarr_metadata.whole(form.shape), form.chunk_shape)
-    found = database.find(zarr_metadata.database_key(raw.name, whole[0].key))
-    return isinstance(found, bytes)
+    return database.holds(zarr_metadata.database_key(raw.name, whole[0].key))
 
 
 def from_database(

@@ -17,7 +17,9 @@ from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.write_database import (
     DatabaseWriter,
     choose_sizes,
+    file_sizes,
     make_index,
+    writer,
 )
 from flaxckpt._arrays.written import Checksums, Previous, Written
 
@@ -29,9 +31,11 @@ __all__ = [
     "WriteOptions",
     "Written",
     "choose_sizes",
+    "file_sizes",
     "is_raw",
     "make_index",
     "write",
+    "writer",
 ]
 
 

@@ -329,12 +329,22 @@ def make_index(values: Mapping[bytes, Value]) -> IndexFiles:
     """Returns the index of a database, to be written after all other files."""
     if not values:
         return IndexFiles({}, {})
+    sizes = file_sizes(values)
+    tree = btree.encode(values, zarr_metadata.TREE)
+    names = (zarr_metadata.TREE, zarr_metadata.DATABASE)
+    return IndexFiles(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)
+
+
+def file_sizes(values: Mapping[bytes, Value]) -> dict[str, int]:
+    """Returns the files with values, sorted, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     for value in values.values():
         if isinstance(value, Place):
             end = value.offset + value.size
             sizes[value.file] = max(end, sizes.get(value.file, 0))
-    sizes = dict(sorted(sizes.items()))  # not in the order in which threads ended
-    tree = btree.encode(values, zarr_metadata.TREE)
-    names = (zarr_metadata.TREE, zarr_metadata.DATABASE)
-    return IndexFiles(dict(zip(names, (tree.nodes, tree.manifest), strict=True)), sizes)
+    return dict(sorted(sizes.items()))  # not in the order in which threads ended
+
+
+def writer(file: str) -> int:
+    """Returns the number of the writer of a file with values."""
+    return int(file.removeprefix("d/").partition(".")[0])

@@ -64,6 +64,7 @@ class SaveRequest:
         sampler: Samples the arrays while they are written; None for no statistics.
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
+        is_part: Whether `path` is this process's own, for its part of the step.
     """
 
     path: Path
@@ -85,6 +86,7 @@ class SaveRequest:
     pace: Pace = dataclasses.field(default_factory=Pace)
     sampler: _arrays.sample.Sampler | None = None
     is_item: bool = False
+    is_part: bool = False
 
     @property
     def overwrite(self) -> bool:
@@ -324,14 +326,37 @@ def finish_checkpoint(
 
     `files` are those other than arrays; `digests` are of files of other processes.
     """
-    request = snapshot.request
     sealed = _formats.native_contents.seal(
         snapshot.contents, files, transaction.directory, arrays, digests or {}
     )
-    marker = sealed.pop(_storage.transaction.MARKER, None)  # None in an item
+    return commit_files(snapshot, transaction, sealed)
+
+
+def commit_files(
+    snapshot: Snapshot,
+    transaction: Transaction,
+    last: Mapping[str, bytes],
+    before: Callable[[], object] = lambda: None,
+) -> WrittenFiles:
+    """Writes the last files and the markers of a checkpoint, and commits it.
+
+    Args:
+        snapshot: The written snapshot.
+        transaction: The transaction with the other files.
+        last: The result of `native_contents.seal`, and further files.
+        before: Called at the last moment; an error prevents the commit.
+    """
+    request = snapshot.request
+    last = dict(last)
+    marker = last.pop(_storage.transaction.MARKER, None)  # None in an item
     markers = _steps.markers.for_new_step(request.path, temporary=request.temporary)
-    transaction.write({**sealed, **markers, **request.markers})
-    size, stamp = transaction.commit(marker, request.cancellation.close)
+    transaction.write({**last, **markers, **request.markers})
+
+    def close() -> None:
+        request.cancellation.close()
+        before()
+
+    size, stamp = transaction.commit(marker, close)
     return WrittenFiles(size, linkable_arrays(snapshot, stamp))
 
 

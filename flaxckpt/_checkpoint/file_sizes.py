@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _formats, _storage, _util, _zarr, errors
+from flaxckpt import _formats, _steps, _storage, _util, _zarr, errors
 from flaxckpt._checkpoint import inventory
 from flaxckpt._checkpoint.inventory import StoredFile
 from flaxckpt._formats import locate
@@ -78,6 +78,8 @@ def check(
             )
         encoding = stored.manifest.encoding
         files, unlisted = inventory.make(stored.manifest, stored.metadata.deleted_items)
+        if (parts := _steps.markers.read_parts(path)) is not None:
+            files = parts.select(files)
         if leaves is not None:
             wanted = set(leaves)
             files = {n: f for n, f in files.items() if not wanted.isdisjoint(f.leaves)}

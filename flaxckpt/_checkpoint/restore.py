@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
@@ -497,6 +497,16 @@ class Restore:
         """How many leaves have each outcome: `2 loaded (1 cast), 6 init`."""
         return describe_outcomes(self._planned)
 
+    def find_files(self) -> set[Path]:
+        """Returns the files of arrays that this process reads."""
+        sources = [s for leaf in self._recipe.derived for s in leaf.sources]
+        derived = [
+            _arrays.read_plan.ReadJob(source, source.info)
+            for source in sources
+            if isinstance(source, StoredLeaf)
+        ]
+        return _arrays.read_files.find_files([*self._jobs, *derived])
+
     def read(self) -> None:
         """Reads the leaves that need no computation."""
         with reader.replacements_reported(self._planned.path, self._stored.stamp):
@@ -540,20 +550,44 @@ class Restore:
             return flat.rebuild(values)
 
 
+class Fetch(Protocol):
+    """Copies files that a restore reads, if they are elsewhere."""
+
+    def __call__(self, wanted: Collection[Path], *, is_again: bool) -> bool:
+        """Returns True if files were copied; see `PartTier.fetch`."""
+        ...
+
+
+def _fetch_and_read(planned: Restore, fetch: Fetch) -> None:
+    files = planned.find_files()
+    fetch(files, is_again=False)
+    try:
+        planned.read()
+    except errors.DamagedCheckpointError:
+        if not fetch(files, is_again=True):
+            raise
+        planned.read()
+
+
 def restore(
     stored: Stored,
     abstract_state: PyTree | None,
     options: RestoreOptions,
     counter: _util.progress.Counter,
     has_read: Callable[[], object] = lambda: None,
+    fetch: Fetch | None = None,
 ) -> PyTree:
     """Loads the leaves of `abstract_state`, or all leaves without an abstract state.
 
-    Calls `has_read` after reading, before computing leaves from the read arrays.
+    Calls `fetch` before reading, and `has_read` after reading, before computing leaves
+    from the read arrays.
     """
     planned = Restore(stored, abstract_state, options, counter)
     with _util.progress.bar(counter):
-        planned.read()
+        if fetch is None:
+            planned.read()
+        else:
+            _fetch_and_read(planned, fetch)
         has_read()
         planned.compute()
         return planned.build()

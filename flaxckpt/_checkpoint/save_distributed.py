@@ -2,25 +2,41 @@
 
 Each process writes the chunks on its devices. Process 0 makes the directory, writes
 the metadata, and commits the checkpoint when all processes report durable chunks.
+
+With a directory for each process, each commits the same metadata with its own chunks,
+when all are durable: a part of the checkpoint.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import _arrays, _distributed, _formats, _storage, datasets, errors
+from flaxckpt import (
+    _arrays,
+    _distributed,
+    _formats,
+    _steps,
+    _storage,
+    datasets,
+    errors,
+)
 from flaxckpt._checkpoint import commit
 from flaxckpt._checkpoint.commit import Snapshot, WrittenFiles
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
+from flaxckpt._storage.transaction import Transaction
 from flaxckpt._types import JSON, Shape
 
 Named = tuple[str, Shape, Leaf]
@@ -130,6 +146,8 @@ def write_snapshot(
     assert operation is not None
     try:
         with commit.write_lock(snapshot.request.path):
+            if snapshot.request.is_part:
+                return _write_own(snapshot, previous, operation)
             if operation.is_first:
                 return _lead(snapshot, previous, operation)
             return _follow(snapshot, previous, operation)
@@ -151,16 +169,27 @@ def _lead(
             if isinstance(error, Exception):
                 raise operation.outcome() from error
             raise
-        digests: dict[str, str] = {}
-        for report in map(json.loads, reports[1:]):
-            digests |= report["digests"]
-            for item, rows in report["arrays"].items():
-                arrays[item].add(_arrays.write.Written.from_json(rows))
+        digests = _collect(reports, arrays)
         written = commit.finish_checkpoint(
             snapshot, transaction, files, digests, arrays=arrays
         )
     operation.first("committed", lambda: str(written.size))
     return written
+
+
+def _collect(reports: Sequence[str], arrays: commit.WrittenArrays) -> dict[str, str]:
+    """Adds to `arrays` what the other processes wrote; returns digests of other files.
+
+    Args:
+        reports: The reports of `_write_part`, of all processes.
+        arrays: What process 0 wrote.
+    """
+    digests: dict[str, str] = {}
+    for report in map(json.loads, reports[1:]):
+        digests |= report["digests"]
+        for item, rows in report["arrays"].items():
+            arrays[item].add(_arrays.write.Written.from_json(rows))
+    return digests
 
 
 def _follow(
@@ -201,6 +230,16 @@ def _write_part(
         for name, content in contents.dataset.items()
         if name != datasets.DESCRIPTION
     }
+    digests: JSON = {
+        name: _storage.files.digest(content) for name, content in files.items()
+    }
+    report: dict[str, JSON] = {
+        "digests": digests,
+        "arrays": {item: written.to_json() for item, written in arrays.items()},
+    }
+    if snapshot.request.is_part:  # a directory gets the files of all iterators
+        texts = {name: _to_text(content) for name, content in files.items()}
+        return report | {"dataset": texts}
     storage = _storage.of(temporary)
     storage.write_files(temporary, files)
     if files:
@@ -212,10 +251,115 @@ def _write_part(
         paths = [temporary / item / name for name in (*names, *directories)]
         storage.sync_files(paths, _SYNCING_THREADS)
         storage.sync_directory(temporary / item)
-    digests: JSON = {
-        name: _storage.files.digest(content) for name, content in files.items()
+    return report
+
+
+def _to_text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# ---- a directory for each process -------------------------------------------------
+
+_TEXT_BYTES = 2**20
+"""Longest text of the metadata: the coordination service limits its messages."""
+
+
+def _write_own(
+    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
+) -> WrittenFiles:
+    """Writes this process's part, and commits it when all parts are durable.
+
+    Returns:
+        Size of the parts of all processes, and the arrays for the next save.
+    """
+    is_committed = False
+    try:
+        with commit.begin(snapshot) as transaction:
+            if operation.is_first:
+                last, parts = _write_first(snapshot, transaction, previous, operation)
+            else:
+                report = _write_part(
+                    snapshot, transaction.directory, previous, operation
+                )
+                operation.report("written", json.dumps(report))
+                last, parts = _receive(operation)
+            marker = _steps.markers.Parts(operation.index, parts).content()
+            written = commit.commit_files(
+                snapshot,
+                transaction,
+                {**last, _steps.markers.PARTS: marker},
+                before=lambda: operation.exchange("durable"),
+            )
+        is_committed = True
+        sizes = operation.exchange("committed", str(written.size))
+    except BaseException as error:
+        operation.fail(error)
+        if is_committed:  # not by all
+            with contextlib.suppress(OSError, errors.CheckpointError):
+                path = snapshot.request.path
+                _storage.transaction.delete(path, lambda path: None)
+        if isinstance(error, Exception):
+            raise operation.outcome() from error
+        raise
+    return written._replace(size=sum(map(int, sizes)))
+
+
+def _write_first(
+    snapshot: Snapshot,
+    transaction: Transaction,
+    previous: _arrays.write.Previous | None,
+    operation: Operation,
+) -> tuple[dict[str, bytes], _Parts]:
+    """Writes the part of process 0, and sends the metadata to the others.
+
+    Returns:
+        The last files of the checkpoint, and the parts.
+    """
+    files, arrays = commit.write_files(snapshot, transaction, previous)
+    reports = operation.gather("written")
+    digests = _collect(reports, arrays)
+    others = {
+        name: base64.b64decode(text)
+        for report in map(json.loads, reports[1:])
+        for name, text in report["dataset"].items()
     }
-    return {
-        "digests": digests,
-        "arrays": {item: written.to_json() for item, written in arrays.items()},
-    }
+    root = transaction.directory
+    last = _formats.native_contents.seal(
+        snapshot.contents, files, root, arrays, digests
+    )
+    parts: list[dict[str, int]] = [{} for _ in reports]
+    for item, written in arrays.items():
+        start = _formats.items.prefix(item)
+        for name, size in _arrays.write.file_sizes(written.values).items():
+            parts[_arrays.write.writer(name)][f"{start}{name}"] = size
+    _send(operation, {**files, **others, **last}, tuple(parts))
+    return {**others, **last}, tuple(parts)
+
+
+_Parts: TypeAlias = tuple[dict[str, int], ...]
+"""Process -> its files, with their sizes in bytes."""
+
+
+def _send(operation: Operation, files: Mapping[str, bytes], parts: _Parts) -> None:
+    """Sends the metadata of the checkpoint to the other processes."""
+    names = {name: len(content) for name, content in files.items()}
+    content = b"".join([json.dumps([names, parts]).encode(), b"\n", *files.values()])
+    text = _to_text(zlib.compress(content, 1))
+    count = -(-len(text) // _TEXT_BYTES)
+    operation.first("sealed", lambda: str(count))
+    for n in range(count):
+        piece = text[n * _TEXT_BYTES : (n + 1) * _TEXT_BYTES]
+        operation.first(f"sealed.{n}", functools.partial(str, piece))
+
+
+def _receive(operation: Operation) -> tuple[dict[str, bytes], _Parts]:
+    """Returns the metadata of the checkpoint, and the parts."""
+    count = int(operation.first("sealed", str))
+    text = "".join([operation.first(f"sealed.{n}", str) for n in range(count)])
+    head, _, rest = zlib.decompress(base64.b64decode(text)).partition(b"\n")
+    names, parts = json.loads(head)
+    files, start = {}, 0
+    for name, size in names.items():
+        files[name] = rest[start : start + size]
+        start += size
+    return files, tuple(parts)

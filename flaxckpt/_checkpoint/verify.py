@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 from flaxckpt import (
@@ -164,6 +164,30 @@ def report_lost(
     return findings.report(path, "unknown", step, (), 0.0)
 
 
+def find_faults(path: Path, names: Set[str]) -> dict[str, str]:
+    """Returns the faults of files of arrays: name -> the fault.
+
+    Reads only these files, and the metadata of the checkpoint `path`.
+
+    Raises:
+        DamagedCheckpointError: The metadata is damaged.
+    """
+    stored = locate.read_without_classes(path)
+    assert stored.manifest is not None, path
+    listed = inventory.make(stored.manifest, stored.metadata.deleted_items)
+    found: dict[str, str] = {}
+    left = names
+    while left:  # one fault is found of each leaf
+        findings = verify_report.Findings(_util.progress.Counter(""), thorough=True)
+        checks = verify_arrays.find_checks(path, stored, listed, findings).checks
+        findings.run([check for check in checks if check.name in left])
+        faults = {**findings.problems, **findings.unread}
+        for name, why in faults.items():
+            found[findings.places.get(name, verify_report.NOWHERE).file or name] = why
+        left = names - found.keys() if faults else set()
+    return found
+
+
 def find_damage(path: Path, step: int | None) -> str | None:
     """Returns a short description of proved damage to the checkpoint `path`, or None.
 
@@ -299,6 +323,14 @@ def _verify_own(
     seal = _formats.native_contents.commit_marker(text)
     assert stored.manifest is not None, path
     listed = inventory.make(stored.manifest, stored.metadata.deleted_items)
+    absent: set[str] = set()
+    if (parts := _steps.markers.read_parts(path)) is not None:
+        needed = parts.select(listed.files)
+        absent = {
+            n for n in listed.files if n not in needed and not (path / n).exists()
+        }
+        files = {n: file for n, file in listed.files.items() if n not in absent}
+        listed = listed._replace(files=files)
     index = _index_files(stored)
     checks = []
     for name, file in listed.files.items():
@@ -317,7 +349,7 @@ def _verify_own(
     findings.counter.total = _storage.listing.known_size_below(path)
     findings.run(checks)
     arrays = verify_arrays.find_checks(path, stored, listed, findings)
-    findings.run(arrays.checks)
+    findings.run([check for check in arrays.checks if check.name not in absent])
     for name in {*findings.problems, *findings.unread} - stored.table.keys():
         findings.leaves[name] = verify_arrays.leaves_in(name, path, stored, listed)
     lost = _unreadable(stored, findings)  # the fault of their file is known

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt._distributed import messages
 from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import TIMEOUT_SECS, Operation, find_group
@@ -56,6 +56,23 @@ class Processes:
         """Begins a joint operation; see `begin`."""
         text = f"{what} of {self._directory}"
         return begin(kind, self._directory, text, self._timeout_secs)
+
+    def call(self, kind: str, what: str) -> Operation:
+        """Begins an operation, as process 0, that the others `join` when they look."""
+        group, text = find_group(self._directory), f"{what} of {self._directory}"
+        assert group is not None, text
+        return group.call(kind, self._directory, text, timeout_secs=self._timeout_secs)
+
+    def join(self, kind: str) -> Operation | None:
+        """Returns the operation that process 0 has called; None without a new one."""
+        group = find_group(self._directory)
+        if group is None:
+            return None
+        return group.join(kind, self._directory, timeout_secs=self._timeout_secs)
+
+    def are_several(self) -> bool:
+        """Returns True for more than one process."""
+        return _util.job.is_distributed()
 
 
 @contextlib.contextmanager

@@ -87,6 +87,7 @@ class ProcessGroup:
         self.count = count
         self._counts: collections.Counter[str] = collections.Counter()
         self._open: set[Operation] = set()
+        self._joined: dict[str, str] = {}
         # Directory -> operations whose messages process 0 deletes later.
         self._ended: dict[str, list[str]] = {}
         self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
@@ -115,11 +116,8 @@ class ProcessGroup:
                 f" {self.count}, not a process of the job; save and restore in the"
                 " processes of the job"
             )
-        place = hashlib.sha256(
-            str(directory).encode(errors="surrogateescape")
-        ).hexdigest()[:12]
         # Count failed operations too, so that all processes use the same numbers.
-        name = f"flaxckpt/{place}/{kind}"
+        name = f"flaxckpt/{_place(directory)}/{kind}"
         with self._lock:
             number = self._counts[name]
             self._counts[name] += 1
@@ -127,6 +125,35 @@ class ProcessGroup:
         self._open.add(operation)
         self.heartbeats.start()
         return operation
+
+    def call(
+        self, kind: str, directory: Path, what: str, *, timeout_secs: float
+    ) -> Operation:
+        """Begins an operation, as process 0, at any time; the others `join` it."""
+        token = secrets.token_hex(4)
+        name = f"{kind}.{token}"
+        operation = self.begin(name, directory, what, timeout_secs=timeout_secs)
+        with _service_errors():
+            self.store.set(_call_key(kind, directory), f"{token} {what}")
+        return operation
+
+    def join(
+        self, kind: str, directory: Path, *, timeout_secs: float
+    ) -> Operation | None:
+        """Begins the operation that process 0 has called; None without a new one.
+
+        Raises:
+            ConnectionError: The job ends.
+        """
+        key = _call_key(kind, directory)
+        try:
+            token, _, what = self.store.get(key, 0.001).partition(" ")
+        except TimeoutError:
+            return None
+        if self._joined.get(key) == token:
+            return None
+        self._joined[key] = token
+        return self.begin(f"{kind}.{token}", directory, what, timeout_secs=timeout_secs)
 
     def start_heartbeats(self) -> None:
         """Starts heartbeats before the first operation; does nothing in a fork."""
@@ -151,6 +178,15 @@ class ProcessGroup:
             operation.poll_failures()
 
 
+def _place(directory: Path) -> str:
+    text = str(directory).encode(errors="surrogateescape")
+    return hashlib.sha256(text).hexdigest()[:12]
+
+
+def _call_key(kind: str, directory: Path) -> str:
+    return f"flaxckpt/call/{_place(directory)}/{kind}"
+
+
 class Operation:
     """A joint operation of all processes.
 
@@ -171,6 +207,7 @@ class Operation:
         self._is_over = False
         self._all_reported = False
         self._apart: ApartError | None = None
+        self.is_wanted: Callable[[], bool] = lambda: True  # False ends its waits
 
     @property
     def index(self) -> int:
@@ -379,6 +416,8 @@ class Operation:
         begin = time.monotonic()
         usual_deadline = begin + _MARGIN * self._timeout_secs + _GRACE_SECS
         while True:
+            if not self.is_wanted():
+                raise ApartError([Failure(self.index, STOPPED, "it ends")])
             with _service_errors():
                 with contextlib.suppress(TimeoutError):
                     return self._messages.announcement(stage, _SLICE_SECS)

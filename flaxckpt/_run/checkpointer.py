@@ -31,6 +31,7 @@ from flaxckpt._run import (
     damage,
     edit,
     judge,
+    part_tier,
     restoring,
     run_steps,
     saving,
@@ -100,9 +101,16 @@ class Checkpointer:
             processes need in parts, and exchange the parts between devices.
         staging: A directory on a fast disk of this machine. Steps are saved there, and
             uploaded to `directory` in the background. Steps in either directory are
-            found and restored. For a single process.
+            found and restored. With several processes, each has a directory of its
+            own with its part of each step, such as `"/local/run-{process}"`, or a
+            function of the process index: a restore reads what a process lacks from
+            the other processes.
         keep_staging: Policies for the steps in `staging`; steps with pending uploads
             stay as well.
+        staging_copies: With several processes, the number of other processes that get a
+            copy of each part, in the background.
+        failure_domain: Returns the name of what fails together with a process, given
+            its index, by default its host: copies are in other domains.
         permissions: Mode of all directories that are made, such as 0o750, whatever the
             umask; files have the same without the bits to execute, 0o640. By default
             as the umask says.
@@ -136,8 +144,10 @@ class Checkpointer:
         metrics_from: Callable[[], run_metrics.MetricsByStep] | None = None,
         peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS,
         read_once: bool = False,
-        staging: PathLike | None = None,
+        staging: run_staging.Staging | None = None,
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
+        staging_copies: int = 0,
+        failure_domain: Callable[[int], str] | None = None,
         permissions: int | None = None,
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
@@ -153,6 +163,11 @@ class Checkpointer:
         rules = judge.Rules.of(
             keep, keep_dataset, keep_items, metrics_from, options.items
         )
+        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
+        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
+        processes = _distributed.agreement.Processes(
+            _storage.paths.resolve(directory), peer_timeout_secs
+        )
         self._run = run_staging.open_steps(
             directory,
             rules,
@@ -160,10 +175,13 @@ class Checkpointer:
             read_only=read_only,
             staging=staging,
             keep_staging=keep_staging,
+            copies=part_tier.CopyOptions(
+                _util.arguments.check_int("staging_copies", staging_copies, least=0),
+                failure_domain,
+            ),
+            processes=processes,
             mode=options.mode,
         )
-        _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
-        _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -172,7 +190,6 @@ class Checkpointer:
         self._options = options
         self._peer_timeout_secs = peer_timeout_secs
         self._read_once = read_once
-        processes = _distributed.agreement.Processes(self.directory, peer_timeout_secs)
         self._saves = saving.Saves(self._run, options, processes)
         self._restores = restoring.Restores(
             self._run,
@@ -195,7 +212,7 @@ class Checkpointer:
         """Makes the directory, removes leftovers, and writes the run metadata."""
         if not self.read_only:
             self._run.make_directory()
-            if _util.job.is_first():
+            if self._run.changes_steps:
                 if self._run.has_pending_uploads():
                     self._saves.settings.record()  # after those in the old journal
                 self._run.tidy()
@@ -310,6 +327,21 @@ class Checkpointer:
             self._saves.end()
             if not self.read_only:
                 self._run.wait_for_uploads(timeout_secs)
+
+    def wait_for_copies(self, timeout_secs: float | None = None) -> None:
+        """Waits until the newest step has its `staging_copies` at other processes.
+
+        All processes call it. `close` does the same.
+
+        Raises:
+            CheckpointTimeoutError: Copies are still being made after `timeout_secs`.
+            SaveFailedError: A copy failed; the step is whole without it.
+            CheckpointError: The save in progress failed.
+        """
+        with self.events.delivery():
+            self._saves.end()
+            if not self.read_only:
+                self._saves.wait_for_copies(timeout_secs)
 
     # ---- restoring -----------------------------------------------------------
 
@@ -532,7 +564,7 @@ class Checkpointer:
         """
         self._session.check_writable("add metrics")
         self.wait()
-        if _util.job.is_first():
+        if self._run.changes_steps:
             with self._run.step_change(step) as path:
                 added = edit.add_metrics(path, metrics, _steps.names.check(step))
             self.events.emit("measured", step, path=path, metrics=added)
@@ -588,7 +620,7 @@ class Checkpointer:
         """
         self._session.check_writable("delete")
         self.wait()
-        if _util.job.is_first():
+        if self._run.changes_steps:
             if item is None:
                 self._run.delete(step)
             else:
@@ -627,12 +659,14 @@ class Checkpointer:
         """Waits for the save in progress and all uploads, and raises their errors."""
         trainers, settle = self._session.trainers, self._session.settle
         with contextlib.ExitStack() as last:  # all run, even after an error
+            last.callback(self._run.close)
             last.callback(self._saves.end)  # for a save begun by a sink
             last.callback(self.events.close)
             last.callback(settle)
             for trainer in trainers:
                 last.callback(trainer.after_close)
             last.callback(self.wait_for_uploads)
+            last.callback(self.wait_for_copies)
             last.callback(self.wait)
             for trainer in trainers:
                 last.callback(trainer.before_close)

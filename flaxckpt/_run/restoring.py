@@ -23,7 +23,7 @@ from flaxckpt import (
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
-from flaxckpt._run import damage, run_steps
+from flaxckpt._run import damage, parts, run_steps
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PyTree
 from flaxckpt.transforms import Transform
@@ -145,7 +145,7 @@ class Restores:
         path: Path | str,
         counter: _util.progress.Counter,
         start: float,
-        **details: str,
+        **details: str | int,
     ) -> None:
         secs = time.monotonic() - start
         self._run.events.emit(
@@ -167,6 +167,10 @@ class Restores:
         operation = self._processes.begin("find", what)
         with _distributed.agreement.closing(operation, saving=False):
             self._wait()
+            tier = self._run.part_tier
+            if tier is not None and (operation is not None or tier.has_parts()):
+                _distributed.agreement.check_same_request(operation, what)
+                return self._agree_on_parts(operation, step), {}
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
@@ -181,6 +185,37 @@ class Restores:
             named, marked = _distributed.agreement.broadcast(operation, "found", look)
         candidates = [(number, self._run.directory / name) for number, name in named]
         return candidates, dict(marked)
+
+    def _agree_on_parts(
+        self, operation: _distributed.operation.Operation | None, step: int | None
+    ) -> list[tuple[int, Path]]:
+        """Returns the steps of which the processes and the run directory have all.
+
+        Raises:
+            CheckpointNotFoundError: There are none, or not this one.
+        """
+        assert self._run.part_tier is not None
+        found, lost = self._run.part_tier.agree(operation, self._run.list_far)
+        candidates = [each for each in found if step in (None, each[0])]
+        newest = candidates[0][0] if candidates else -1
+        reasons: dict[int, str] = {}
+        for number, missing in lost:
+            if step in (None, number) and number > newest:
+                why = f"the parts of {parts.names_of(missing)} are at no process"
+                reasons[number] = why
+                path = self._run.saves_in / self._run.format.name(number)
+                self._run.events.emit("fell_back", number, path=path, error=why)
+                _log.warning("step %d is left out: %s", number, why)
+        if not candidates:
+            if not reasons:
+                return self._run.candidates(step)  # raises
+            raise errors.CheckpointNotFoundError(
+                f"no step of {self._run.directory} is whole: of\n"
+                + errors.rows(f"step {n}, {why}" for n, why in reasons.items())
+                + "\nand the run directory does not have them. Start as many processes"
+                " as saved them, with their staging directories."
+            )
+        return candidates
 
     def _marked_beyond(
         self, step: int | None, candidates: Sequence[tuple[int, Path]]
@@ -246,13 +281,20 @@ class Restores:
                 self._run.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is damaged: %s", number, error)
             else:
-                self._report_restored(number, path, counter, start)
+                self._report_restored(
+                    number, path, counter, start, **self._describe_copied()
+                )
                 # Mark damaged steps only after another step was restored.
                 self._update_markers(number, path, left_out)
                 self._warn_of_older(number, [*marked, *(n for n, _ in left_out)])
                 return Restored(number, state, stored.metadata.lineage)
         assert first is not None
         raise first
+
+    def _describe_copied(self) -> dict[str, int]:
+        """Returns the bytes that this process had to copy, for the event."""
+        tier = self._run.part_tier
+        return {} if tier is None else tier.copied._asdict()
 
     def _warn_of_older(self, number: int, newer: Sequence[int]) -> None:
         """Warns, as the last message, of a restore of an older step."""
@@ -286,7 +328,10 @@ class Restores:
             OutOfMemoryError: The step is whole, and larger than the free memory.
             CheckpointError: The step does not match the request.
         """
+        tier = self._run.part_tier
         try:
+            if tier is not None:
+                tier.prepare(path)
             detected = _formats.identify(path)
             if detected is None:
                 raise errors.DamagedCheckpointError(
@@ -295,8 +340,9 @@ class Restores:
             located = locate.Located(path, number, detected)
             stored = located.open(request.options.types)
             options = self._with_undoing(stored.metadata, request)
+            fetch = None if tier is None else functools.partial(tier.fetch, path)
             state = _checkpoint.restore.restore(
-                stored, request.state, options, counter, has_read
+                stored, request.state, options, counter, has_read, fetch
             )
             if request.dataset is not None:
                 _checkpoint.restore.restore_dataset(stored, request.dataset)
@@ -368,6 +414,8 @@ class Restores:
             ):
                 damage.unmark(path, number, self._run.events)
             for worse, there in left_out:
+                if _steps.markers.read_parts(there) is not None:
+                    continue  # others may have what is missing here
                 damage.mark(there, worse, self._run.events)
         except OSError as error:
             _log.warning("damaged steps could not be marked: %s", error)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
 from flaxckpt._formats import locate
 from flaxckpt._run import edit, events, judge, params_only, retention
+from flaxckpt._run.part_tier import PartTier
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +42,19 @@ class RunSteps:
         events: The events of the run.
         mode: Mode of new directories; None for the umask's.
         has_staging: True if steps are saved to a staging directory first.
+        is_in_parts: True if each of several processes has a staging directory.
+        part_tier: The parts of steps in the staging directories; None without.
     """
 
     has_staging = False
+    is_in_parts = False
+
+    @property
+    def changes_steps(self) -> bool:
+        """True in the process that changes steps: the first, or each with a part."""
+        return _util.job.is_first() or self.is_in_parts
+
+    part_tier: PartTier | None = None
 
     def __init__(
         self,
@@ -80,6 +91,11 @@ class RunSteps:
                 " pass read_only=True to read an existing one"
             ) from error
 
+    def close(self) -> None:
+        """Ends what serves other processes."""
+        if self.part_tier is not None:
+            self.part_tier.close()
+
     def _make_directory(self) -> None:
         storage = _storage.of(self.directory)
         storage.make_directory(self.directory, mode=self.mode)
@@ -110,6 +126,10 @@ class RunSteps:
 
     def known_paths(self) -> dict[int, Path]:
         """Returns the known steps without listing a directory behind staging."""
+        return self.paths()
+
+    def list_far(self) -> Mapping[int, Path]:
+        """Lists the steps of the run directory, also behind staging."""
         return self.paths()
 
     def damaged_paths(self) -> dict[int, Path]:
@@ -287,13 +307,13 @@ class RunSteps:
         Raises:
             SaveFailedError: The marker could not be written.
         """
-        if _util.job.is_first():
+        if self.changes_steps:
             with self.step_change(step) as path:
                 edit.pin(path)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step."""
-        if _util.job.is_first():
+        if self.changes_steps:
             with self.step_change(step, _steps.markers.PIN) as path:
                 edit.unpin(path)
 
@@ -303,7 +323,7 @@ class RunSteps:
         Raises:
             SaveFailedError: The marker could not be changed.
         """
-        if _util.job.is_first():
+        if self.changes_steps:
             with self.step_change(step, _steps.markers.TEMPORARY) as path:
                 edit.make_permanent(path)
 
@@ -325,6 +345,16 @@ class RunSteps:
             path = self.saves_in / self.format.name(step)
             self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
+
+    def keep_only(self, steps: Collection[int]) -> None:
+        """Deletes parts of all steps but these, and pinned ones; logs failures."""
+        for step, path in self.retention.index.paths().items():
+            if step in steps or _steps.markers.is_pinned(path):
+                continue
+            try:
+                edit.delete(path)
+            except (OSError, errors.CheckpointError) as error:
+                _log.warning("step %d stays in %s: %s", step, self.saves_in, error)
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -75,6 +75,7 @@ class Saves:
             options=self._options,
             step=step,
             lineage=self.lineage,
+            is_part=self._run.is_in_parts,
             **fields,
         )
 
@@ -142,10 +143,14 @@ class Saves:
         if not self._own_steps:
             self._run.check_no_checkpoint()
         is_damaged = _steps.markers.is_damaged(path)
-        if is_damaged and (operation is None or operation.is_first):
+        if is_damaged and (operation is None or operation.is_first or request.is_part):
             _checkpoint.overwrite.set_aside(path)
+        tier = self._run.part_tier
         overwrite = request.overwrite or is_damaged
-        if overwrite:
+        overwrite |= tier is not None and step in tier.lost
+        if request.is_part and not _util.job.is_first():
+            overwrite = True  # process 0 knows whether there is such a step
+        elif overwrite:
             self._run.check_replaceable(step)
         else:
             self._run.check_free(step)
@@ -180,11 +185,15 @@ class Saves:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
+        if request.operation is not None and self._run.part_tier is not None:
+            self._run.part_tier.meet(request.operation)
         with self._run.upload_pause(final):
             written, self._last_arrays = _checkpoint.save.write_snapshot(
                 snapshot, self._previous()
             )
         self._own_steps.add(step)
+        if self._run.part_tier is not None:
+            self._run.part_tier.forget(step)
         tier = self._run.tier(final)
         details: dict[str, Any] = {"tier": tier} if self._run.has_staging else {}
         if request.temporary:
@@ -205,15 +214,16 @@ class Saves:
         def is_awaited() -> bool:
             return self._handle is not None and self._handle.is_awaited()
 
-        def delete_unkept() -> tuple[int, ...]:
-            return self._run.delete_unkept(just_saved=step, is_awaited=is_awaited)
+        def delete_unkept() -> list[Sequence[int]]:
+            deleted = self._run.delete_unkept(just_saved=step, is_awaited=is_awaited)
+            return [deleted, [*self._run.retention.index.paths()]]  # and what stays
 
         # The step is committed: a slow deletion must not fail the other processes.
-        deleted = tuple(
-            _distributed.agreement.broadcast(
-                request.operation, "deleted", delete_unkept, is_patient=True
-            )
+        deleted, left = _distributed.agreement.broadcast(
+            request.operation, "deleted", delete_unkept, is_patient=True
         )
+        if request.is_part and not _util.job.is_first():
+            self._run.keep_only(left)
         total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -223,8 +233,12 @@ class Saves:
             blocked,
             f", deleted {list(deleted)}" if deleted else "",
         )
+        if self._run.part_tier is not None:
+            self._run.part_tier.copy(step, final, self._processes)
         self._run.upload()
-        return SaveResult(step, str(final), written, blocked, total, deleted, tier=tier)
+        return SaveResult(
+            step, str(final), written, blocked, total, tuple(deleted), tier=tier
+        )
 
     def _record_statistics(self, snapshot: _checkpoint.commit.Snapshot) -> None:
         """Records the statistics of the leaves, if sampled; logs failures."""
@@ -292,6 +306,28 @@ class Saves:
             self._run.events.emit("failed", step, path=final, error=text)
             raise
 
+    def wait_for_copies(self, timeout_secs: float | None) -> None:
+        """Waits for the copies at other processes; see `Checkpointer`."""
+        tier = self._run.part_tier
+        if tier is None or not tier.copies:
+            return
+        operation = self._processes.begin("wait for copies", "the copies")
+        with _distributed.agreement.closing(operation):
+            left = tier.wait(timeout_secs)
+            if left:
+                raise errors.CheckpointTimeoutError(
+                    f"step {max(left)} of {self._run.directory} is still being copied"
+                    f" to other processes after {timeout_secs} s; call"
+                    " wait_for_copies() again to wait longer"
+                )
+            if (why := tier.failure()) is not None:
+                raise errors.SaveFailedError(
+                    "the newest step is whole, but lacks copies at other processes:"
+                    f" {why}"
+                )
+            if operation is not None:
+                operation.exchange("copied")
+
     # ---- beside the steps -------------------------------------------------------
 
     def rehearse(
@@ -333,7 +369,9 @@ class Saves:
                 items=Items(),  # a branch of the optimizer is missing
                 snapshot="host",  # the caller waits
             )
-            request = dataclasses.replace(request, path=path, options=options)
+            request = dataclasses.replace(
+                request, path=path, options=options, is_part=False
+            )
             with _checkpoint.commit.store_errors(path):
                 snapshot = _checkpoint.save.take_snapshot(request, state)
             request.pace.lift()  # the caller waits
@@ -407,6 +445,8 @@ class Saves:
     def add_own(self, step: int) -> None:
         """Counts a restored step as an own step."""
         self._own_steps.add(step)
+        if self._run.part_tier is not None:
+            self._run.part_tier.forget(step)
 
     def forget_beyond(self, step: int) -> None:
         """Forgets own steps after `step`: the run continues from `step`."""

@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _checkpoint, _steps, _storage, _util, errors, policies
-from flaxckpt._run import edit, judge, retention, run_steps, upload_copies, uploads
+from flaxckpt import (
+    _checkpoint,
+    _distributed,
+    _steps,
+    _storage,
+    _util,
+    errors,
+    policies,
+)
+from flaxckpt._run import (
+    edit,
+    judge,
+    retention,
+    run_steps,
+    upload_copies,
+    uploads,
+)
+from flaxckpt._run.part_tier import NO_COPIES, CopyOptions, PartTier
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -35,8 +51,10 @@ def open_steps(
     *,
     step_format: str,
     read_only: bool,
-    staging: PathLike | None,
+    staging: Staging | None,
     keep_staging: Sequence[PreservationPolicy],
+    copies: CopyOptions = NO_COPIES,
+    processes: _distributed.agreement.Processes | None = None,
     mode: int | None = None,
 ) -> run_steps.RunSteps:
     """Returns the steps of a run.
@@ -48,6 +66,8 @@ def open_steps(
         read_only: True to write no journal.
         staging: Directory where steps are saved first; None for none.
         keep_staging: Policies for the steps in `staging`.
+        copies: Options of copies in the directories of other processes.
+        processes: The processes that save together; None for a reader.
         mode: Mode of new directories; None for the umask's.
 
     Raises:
@@ -56,35 +76,51 @@ def open_steps(
     path = _storage.paths.resolve(directory)
     named = _steps.names.StepFormat(step_format)
     keep = policies.check(keep_staging, "keep_staging")
-    if staging is not None:
+    if staging is not None and read_only and _util.job.is_distributed():
+        _log.info("read_only=True: only the steps in %s are read", path)
+    elif staging is not None:
         near = _resolve(staging, path)
         return StagedSteps(
-            path, near, rules, keep, named, read_only=read_only, mode=mode
+            path,
+            near,
+            rules,
+            keep,
+            named,
+            copies,
+            processes,
+            read_only=read_only,
+            mode=mode,
         )
-    if keep != KEEP:
+    elif copies.wanted > 0:
+        raise errors.OptionError(
+            "staging_copies needs a staging directory of each process: pass"
+            " staging='/local/run-{process}'"
+        )
+    elif keep != KEEP:
         raise errors.OptionError(
             "keep_staging needs a staging directory: pass staging="
         )
     return run_steps.RunSteps(path, rules, named, read_only=read_only, mode=mode)
 
 
-def _resolve(staging: PathLike, directory: Path) -> Path:
-    """Returns the resolved staging directory of a run.
+Staging: TypeAlias = "PathLike | Callable[[int], PathLike]"
+"""A directory, a template with `{process}`, or a function of the process index."""
+
+
+def _resolve(staging: Staging, directory: Path) -> Path:
+    """Returns the resolved staging directory of a run, for this process.
 
     Raises:
         OptionError: The directory is unsuitable, or belongs to another run.
     """
-    path = _storage.paths.resolve(staging)
+    index = _util.processes.process_index() if _util.job.is_distributed() else 0
+    named = staging(index) if callable(staging) else staging
+    text = str(_storage.paths.resolve(named))
+    path = _storage.paths.resolve(text.replace("{process}", str(index)))
     if _storage.paths.is_remote(path):
         raise errors.OptionError(
             f"staging must be a directory on this machine, got {path}: pass the path"
             " of a fast disk"
-        )
-    if _util.job.is_distributed():
-        raise errors.OptionError(
-            f"staging={path} supports only one process: the disk of each machine would"
-            " have only a part of each step. Leave out staging, so that all processes"
-            " save to the run directory"
         )
     if path == directory or path in directory.parents or directory in path.parents:
         raise errors.OptionError(
@@ -146,6 +182,8 @@ class StagedSteps(run_steps.RunSteps):
         rules: Rules of retention in the run directory.
         keep: Policies for the steps in staging.
         step_format: Format of the names of steps.
+        copies: Options of copies in the directories of other processes.
+        processes: The processes that save together; several have a part of each step.
         read_only: True to write no journal.
         mode: Mode of new directories; None for the umask's.
 
@@ -154,6 +192,7 @@ class StagedSteps(run_steps.RunSteps):
     """
 
     has_staging = True
+    part_tier: PartTier
 
     def __init__(
         self,
@@ -162,6 +201,8 @@ class StagedSteps(run_steps.RunSteps):
         rules: judge.Rules,
         keep: tuple[PreservationPolicy, ...],
         step_format: _steps.names.StepFormat,
+        copies: CopyOptions,
+        processes: _distributed.agreement.Processes | None,
         *,
         read_only: bool,
         mode: int | None = None,
@@ -185,8 +226,17 @@ class StagedSteps(run_steps.RunSteps):
             self.retention,
             self._far_retention,
             self.events,
+            processes,
             mode,
         )
+        self.is_in_parts = processes is not None and processes.are_several()
+        self.part_tier = PartTier(
+            staging, directory, self._near, step_format, self.events, copies, mode
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.uploads.close()
 
     def _make_directory(self) -> None:
         _make_staging(self.saves_in, self.directory, self._near.paths(), self.mode)
@@ -233,6 +283,9 @@ class StagedSteps(run_steps.RunSteps):
     def known_paths(self) -> dict[int, Path]:
         """Returns the known steps without listing the run directory."""
         return dict(sorted((self.uploads.last_listed | self._near.paths()).items()))
+
+    def list_far(self) -> Mapping[int, Path]:
+        return self.uploads.list_directory()
 
     def damaged_paths(self) -> dict[int, Path]:
         """Returns the steps marked as damaged in either directory, ascending."""
@@ -360,6 +413,14 @@ class StagedSteps(run_steps.RunSteps):
             _log.warning("%s cannot be checked before the upload: %s", uploaded, error)
             return {}
 
+    def delete(self, step: int) -> None:
+        self.part_tier.forget(step)
+        try:
+            super().delete(step)
+        except errors.CheckpointNotFoundError:
+            if _util.job.is_first():
+                raise  # others may lack a part of it
+
     def has_pending_uploads(self) -> bool:
         """Returns True if steps in staging are to be uploaded."""
         return bool(self.uploads.pending())
@@ -374,6 +435,12 @@ class StagedSteps(run_steps.RunSteps):
         self.uploads.wait(timeout_secs)
 
     def check_free(self, step: int) -> None:
+        if step in self.part_tier.whole:
+            path = self.saves_in / self.format.name(step)
+            raise errors.CheckpointExistsError(
+                f"{path} exists, in parts at the processes of this job: choose another"
+                " step, or pass on_exists='overwrite', or 'skip' to keep the step"
+            )
         if step in self.uploads.last_listed:
             raise errors.CheckpointExistsError(
                 f"{self.uploads.last_listed[step]} exists: choose another step, or pass"
@@ -416,10 +483,11 @@ class StagedSteps(run_steps.RunSteps):
         Raises:
             SaveFailedError: The step could not be deleted.
         """
+        is_first = _util.job.is_first()
         with self.uploads.step_lock.get():
             copies = [
                 paths[step]
-                for index in (self._near, self._far)
+                for index in (self._near, self._far)[: 1 + is_first]
                 if step in (paths := index.damaged_paths() | index.paths())
             ]
             if len(copies) > 1 and self.tier(path) == "staging":

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from flaxckpt import _checkpoint, _formats, _steps, _storage, errors
+from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
+from flaxckpt._run.parts import find_held
+
+if TYPE_CHECKING:
+    from flaxckpt._distributed.operation import Operation
+
+_THREADS = 8
+"""Files copied at a time."""
 
 Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
@@ -74,7 +82,14 @@ def is_whole(final: Path, step: int) -> bool:
     return not _steps.markers.is_damaged(final)
 
 
-def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -> int:
+def make(
+    path: Path,
+    final: Path,
+    *,
+    overwrite: bool,
+    mode: int | None = None,
+    operation: Operation | None = None,
+) -> int:
     """Copies a step from staging to the run directory; returns its size in bytes.
 
     Args:
@@ -83,6 +98,11 @@ def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -
         overwrite: Whether to replace an existing step.
         mode: Mode of the directories, from which the mode of the files follows; None
             for the umask's.
+        operation: An operation of all processes, each of which copies parts of the
+            step; None for a step without parts.
+
+    Raises:
+        DamagedCheckpointError: No process has a part of the step.
     """
     if _steps.markers.is_damaged(final):
         overwrite = True
@@ -93,9 +113,73 @@ def make(path: Path, final: Path, *, overwrite: bool, mode: int | None = None) -
     marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     marks |= _steps.markers.pin_of(path)
     with _checkpoint.commit.replacing(final, overwrite=overwrite, mode=mode) as new:
-        marker = new.copy(path, _belongs)
+        absent = _assign(path, new.directory, operation)
+        marker = new.copy(path, lambda name: _belongs(name) and str(name) not in absent)
+        if operation is not None:
+            operation.gather("copied")
         new.write(marks)
         return new.commit(marker).size
+
+
+def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[str]:
+    """Assigns the parts of a step to processes; returns the files of other processes.
+
+    Raises:
+        DamagedCheckpointError: No process has a part.
+    """
+    parts, held = _steps.markers.read_parts(path), find_held(path)
+    if parts is None or held is None:
+        return frozenset()
+    rows = [json.dumps(held.parts)]
+    if operation is not None:
+        operation.first("next", lambda: json.dumps([path.name, held.save]))
+        rows = operation.gather("held", *rows)
+    holders = [{*json.loads(row)} for row in rows]
+    assigned: dict[int, list[str]] = {n: [] for n in range(len(holders))}
+    lost = []
+    for part, files in enumerate(parts.files):
+        have = [n for n, here in enumerate(holders) if part in here]
+        if not have:
+            lost.append(f"process {part}")
+            continue
+        assigned[part if part in have else have[0]] += files
+    if lost:
+        raise errors.DamagedCheckpointError(
+            f"the parts of {errors.first_few(lost, 8)} of {path} are at no process"
+        )
+    if operation is not None:
+        operation.first("copy", lambda: json.dumps([str(target), assigned]))
+    return frozenset(name for n in assigned if n for name in assigned[n])
+
+
+def copy_part(staging: Path, operation: Operation) -> Path:
+    """Copies the files that process 0 assigns to this process; returns the step.
+
+    Args:
+        staging: The staging directory of this process.
+        operation: The operation that process 0 has called.
+    """
+    name, save = json.loads(operation.first("next", str))
+    path = staging / str(name)
+    held = find_held(path)
+    is_same = held is not None and held.save == save
+    operation.report("held", json.dumps(held.parts if held and is_same else ()))
+    text, assigned = json.loads(operation.first("copy", str))
+    target = _storage.paths.resolve(text)
+    names = assigned[str(operation.index)]
+
+    def copy(name: str) -> None:
+        operation.check()
+        _storage.files.make_parents(target, name)
+        _storage.of(target).copy_file(path / name, target / name)
+
+    _util.threads.each(copy, names, threads=_THREADS)
+    directories = {str(Path(name).parent) for name in names}
+    paths = [target / name for name in (*names, *directories)]
+    _storage.of(target).sync_files(paths, _THREADS)
+    operation.report("copied")
+    operation.first("committed", str, is_patient=True)
+    return path
 
 
 def _belongs(file: Path) -> bool:

@@ -18,7 +18,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from flaxckpt import _checkpoint, _doors, _formats, _steps, _storage, _util, errors
+from flaxckpt import (
+    _checkpoint,
+    _distributed,
+    _doors,
+    _formats,
+    _steps,
+    _storage,
+    _util,
+    errors,
+)
 from flaxckpt._run import edit, retention, upload_copies
 from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
@@ -33,6 +42,9 @@ class _TakenError(errors.CheckpointExistsError):
 class _ElsewhereError(errors.CheckpointExistsError):
     """Another process uploads the step."""
 
+
+_LISTENING_SECS = 0.2
+"""Seconds between two looks for a call of process 0."""
 
 _PATIENCE_SECS = 10.0
 """How long an upload waits for another process, or for the save, to leave a step."""
@@ -63,6 +75,8 @@ class Uploads:
         near: Retention in staging.
         far: Retention in the run directory.
         events: Stream for the events of uploads.
+        processes: The processes that have parts of the steps; process 0 uploads, and
+            calls the others. None for one process.
         mode: Mode of the run directory if made, of its journal and its metadata; None
             for the umask's.
 
@@ -80,6 +94,7 @@ class Uploads:
         near: retention.Retention,
         far: retention.Retention,
         events: run_events.Stream,
+        processes: _distributed.agreement.Processes | None,
         mode: int | None = None,
     ) -> None:
         self._staging = staging
@@ -98,6 +113,34 @@ class Uploads:
         self._turn: _Turn | None = None
         self._pid = os.getpid()
         self._is_left = False
+        is_one = processes is None or not processes.are_several()
+        self._processes = None if is_one else processes
+        self._listener: _util.threads.Heartbeat | None = None
+
+    def close(self) -> None:
+        """Ends the thread that helps process 0."""
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
+
+    def _help(self) -> bool:
+        """Copies files if process 0 has called; returns False as the job ends."""
+        try:
+            assert self._processes is not None
+            operation = self._processes.join("upload")
+            if operation is None:
+                return True
+            listener = self._listener
+            operation.is_wanted = lambda: not (listener and listener.is_stopped())
+            with _distributed.agreement.closing(operation):
+                path = upload_copies.copy_part(self._staging, operation)
+                with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
+                    _steps.markers.unmark_upload(path)
+        except ConnectionError:
+            return False
+        except Exception as error:  # process 0 reports it, too
+            _log.warning("a part was not uploaded: %s", errors.one_line(error))
+        return True
 
     def pending(self) -> dict[int, Path]:
         """Returns the steps with pending uploads."""
@@ -142,6 +185,9 @@ class Uploads:
         Returns:
             True if the run directory is in reach.
         """
+        if self._processes is not None and not _util.job.is_first():
+            self.start()
+            return False
         is_reached = True
         try:
             self._reach()
@@ -172,6 +218,12 @@ class Uploads:
 
         A fork only logs a warning, once: the process that opened the run uploads.
         """
+        if self._processes is not None and not _util.job.is_first():
+            if self._listener is None:
+                self._listener = _util.threads.Heartbeat(
+                    self._help, _LISTENING_SECS, "flaxckpt part uploads"
+                )
+            return
         if not self.pending():
             return
         if os.getpid() == self._pid:
@@ -191,6 +243,19 @@ class Uploads:
             CheckpointTimeoutError: Uploads are still pending after `timeout_secs`.
             SaveFailedError: A step could not be uploaded.
         """
+        if self._processes is not None:
+            operation = self._processes.begin("uploads", "the uploads")
+            with _distributed.agreement.closing(operation):
+                _distributed.agreement.broadcast(
+                    operation,
+                    "uploaded",
+                    lambda: self._wait(timeout_secs),
+                    is_patient=True,
+                )
+            return
+        self._wait(timeout_secs)
+
+    def _wait(self, timeout_secs: float | None) -> None:
         failures = self._await_uploads(timeout_secs)
         if self._is_left and (pending := self.pending()):
             raise errors.SaveFailedError(
@@ -367,7 +432,22 @@ class Uploads:
         if not overwrite:
             self._check_free(path, final)
         try:
-            return upload_copies.make(path, final, overwrite=overwrite, mode=self._mode)
+            is_in_parts = _steps.markers.read_parts(path) is not None
+            if self._processes is None or not is_in_parts:
+                return upload_copies.make(
+                    path, final, overwrite=overwrite, mode=self._mode
+                )
+            operation = self._processes.call("upload", f"the upload of {path.name}")
+            with _distributed.agreement.closing(operation):
+                size = upload_copies.make(
+                    path,
+                    final,
+                    overwrite=overwrite,
+                    mode=self._mode,
+                    operation=operation,
+                )
+                operation.first("committed", str)
+            return size
         except FileExistsError:
             # With overwrite, the error names the files of others in the way.
             if not overwrite:

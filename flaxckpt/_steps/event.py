@@ -17,6 +17,7 @@ Kind: TypeAlias = Literal[
     "started",
     "snapshot",
     "committed",
+    "copied",
     "uploaded",
     "measured",
     "deleted",
@@ -43,7 +44,8 @@ class Event:
 
     Attributes:
         kind: `started`, `snapshot`, `committed`, `failed`, `cancelled` and `skipped`
-            for a save, `uploaded` for an upload from staging, `restored` and
+            for a save, `copied` for its copies at other processes, `uploaded` for an
+            upload from staging, `restored` and
             `fell_back` for a restore, `found_damaged` and `found_good` for markers of
             damage, `measured` for metrics added later, `deleted`; `preflight`,
             `scheduled` and `preempted` for a training loop; `configured`, only in the

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from flaxckpt import _storage, errors
 from flaxckpt._types import JSON, LeafPath
 
 if TYPE_CHECKING:
     from flaxckpt._storage.stored_value import WrittenMarker
+
+_T = TypeVar("_T")
 
 PIN = "PINNED"
 """Marker of a step that all policies keep; a convention of T5X."""
@@ -38,9 +40,14 @@ NOT_UPLOADED = "NOT_UPLOADED"
 """Marker of a step to keep in the staging directory, with content in JSON: the run
 directory lacks the step, or the latest markers and metrics of the step."""
 
+PARTS = "PARTS"
+"""Marker of a step of which each process of a job has a part, in a directory of its
+own; contains `Parts` in JSON."""
+
 _CONTENT = b"1\n"
 
 _MAX_BYTES = 2**16
+_MAX_PARTS_BYTES = 2**26
 _MAX_REASON = 1000
 
 
@@ -100,6 +107,7 @@ _NAMES = frozenset(
         MEASURED,
         DAMAGED,
         NOT_UPLOADED,
+        PARTS,
         _storage.leases.DELETING,
     )
 )
@@ -312,6 +320,69 @@ def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
 def unmark_upload(path: Path) -> None:
     """Removes the upload marker of the step at `path`."""
     _remove(path, NOT_UPLOADED)
+
+
+class Parts(NamedTuple):
+    """The files of a step that the processes of a job have written.
+
+    Attributes:
+        own: The process that has saved its part in this directory; None if other
+            processes have saved all parts of it.
+        files: Process -> its files of arrays, with their sizes in bytes. The other
+            files of the step are in each directory.
+    """
+
+    own: int | None
+    files: tuple[dict[str, int], ...]
+
+    def content(self) -> bytes:
+        """Returns the content of the marker."""
+        return json.dumps(self._asdict()).encode()
+
+    def select(self, files: Mapping[str, _T]) -> dict[str, _T]:
+        """Returns those of the files of the step that must be in this directory."""
+        parts = enumerate(self.files)
+        absent = {name for n, part in parts if n != self.own for name in part}
+        return {name: file for name, file in files.items() if name not in absent}
+
+
+def read_parts(path: Path) -> Parts | None:
+    """Returns the parts of the step at `path`; None for a step in one directory.
+
+    Raises:
+        DamagedCheckpointError: The marker cannot be read.
+    """
+    try:
+        content = (path / PARTS).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return parse_parts(content)
+    except ValueError as error:
+        raise errors.DamagedCheckpointError(
+            f"{path / PARTS} is damaged: {error}; restore another step"
+        ) from None
+
+
+def parse_parts(content: bytes) -> Parts:
+    """Returns the content of the marker of parts.
+
+    Raises:
+        ValueError: The content is malformed.
+    """
+    try:
+        row = json.loads(content[:_MAX_PARTS_BYTES])
+        files = tuple(
+            {str(name): int(size) for name, size in part.items()}
+            for part in row["files"]
+        )
+        own = None if row["own"] is None else int(row["own"])
+        parts = Parts(own, files)
+        if parts.own is not None and not 0 <= parts.own < len(files):
+            raise ValueError(f"process {parts.own} of {len(files)}")
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(errors.one_line(error)) from None
+    return parts
 
 
 def _read_json(file: Path) -> Any:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import operator
 import os
+import shutil
 import stat
 from collections.abc import (
     Callable,
@@ -297,6 +298,9 @@ class LocalStorage:
             files.make_parents(root, name)
         for name, content in contents.items():
             self.write_parts(root / name, [memoryview(content)])
+
+    def copy_file(self, source: Path, target: Path, /) -> None:
+        shutil.copyfile(source, target)
 
     def write_parts(self, file: Path, parts: Sequence[memoryview], /) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -15,6 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from pathlib import Path
 from typing import cast
 
 from flaxckpt import _util, errors
@@ -197,6 +198,9 @@ class ObjectStorage:
             self.write(root / name, contents[name])
 
         _util.threads.each(write, contents, threads=_WRITING_THREADS)
+
+    def copy_file(self, source: Path, target: RemotePath, /) -> None:
+        self.write(target, source.read_bytes())
 
     def write_parts(self, file: RemotePath, parts: Sequence[memoryview], /) -> None:
         self.write(file, b"".join(parts))

@@ -320,6 +320,10 @@ class Storage(Protocol[_Path]):
             OSError: A file exists, or cannot be written.
         """
 
+    def copy_file(self, source: Path, target: _Path, /) -> None:
+        """Copies a file of this machine to a new file."""
+        ...
+
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
         """Writes a new file from `parts`; a small file becomes durable by a later sync.
 

@@ -11,7 +11,6 @@ import abc
 import contextlib
 import errno
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -86,13 +85,10 @@ class Transaction(abc.ABC):
 
         def copy(name: Path) -> None:
             files.make_parents(self.directory, name)
-            self._copy_file(source / name, self.directory / name)
+            storage.of(self.directory).copy_file(source / name, self.directory / name)
 
         _util.threads.each(copy, filter(is_wanted, found), threads=_COPYING_THREADS)
         return marker.read_bytes() if marker.is_file() else None
-
-    def _copy_file(self, source: Path, target: Path) -> None:
-        shutil.copyfile(source, target)
 
     @abc.abstractmethod
     def commit(
@@ -152,9 +148,6 @@ class _Renamed(Transaction):
 
 class _Marked(Transaction):
     directory: RemotePath
-
-    def _copy_file(self, source: Path, target: Path) -> None:
-        storage.of(target).write(target, source.read_bytes())
 
     def commit(
         self, marker: bytes | None, before: Callable[[], object] = lambda: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,20 @@ def process_count() -> int:
 def has_joined() -> bool:
     """Returns True if this process has joined a job by `jax.distributed`."""
     return bool(jax.distributed.is_initialized())
+
+
+def own_address() -> str:
+    """Returns the address of this machine from which it reaches process 0."""
+    try:
+        from jax._src import distributed  # no public way to ask
+
+        host = str(distributed.global_state.coordinator_address).rpartition(":")[0]
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 1)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address[:2])  # sends nothing
+            return str(probe.getsockname()[0])
+    except (ImportError, AttributeError, OSError):
+        return socket.gethostbyname(socket.gethostname())
 
 
 def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:

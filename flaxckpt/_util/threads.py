@@ -168,6 +168,10 @@ class Heartbeat:
         finally:
             _beating.discard(self)
 
+    def is_stopped(self) -> bool:
+        """Returns True if the call under way should end soon."""
+        return self._stopped.is_set()
+
     def stop(self, timeout_secs: float | None = None) -> None:
         """Ends the calls, and waits for the one under way."""
         self._stopped.set()

@@ -743,6 +743,13 @@ def race():
     say(won=won)
 
 
+def parts():
+    """Each process has a staging directory of its own."""
+    from tests.distributed import parts_together
+
+    say(**parts_together.run(Path(where), RANK, GIVEN))
+
+
 def together():
     """What processes tell each other, whichever way it goes."""
     from tests.distributed import exercise_together

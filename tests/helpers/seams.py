@@ -114,7 +114,6 @@ SEAMS = {
     "ocdbt.read_tree": "_zarr.ocdbt:_read_tree",
     "orbax_json.max_bytes": "_formats.orbax_json:MAX_BYTES",
     "overwrite.is_empty": "_checkpoint.overwrite:_is_empty",
-    "processes.is_distributed": "_util.job:is_distributed",
     "processes.process_count": "_util.processes:process_count",
     "processes.process_index": "_util.processes:process_index",
     "progress.bar": "_util.progress:bar",

@@ -258,6 +258,28 @@ def test_four_processes_resume_the_run_of_two(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
+def test_three_processes_go_on_without_the_machine_of_the_fourth(tmp_path):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, "-m", "examples.lost_machine", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "4 processes begin at step 0\n" in ended.stdout
+    assert "3 processes begin at step 3\n" in ended.stdout
+    assert ended.stdout.count(": 0 bytes from afar") == 3
+    digests = [line for line in ended.stdout.split("\n") if "has the digest" in line]
+    assert len(digests) == 2
+    assert len({*digests}) == 1
+    assert "run/6 is good" in ended.stdout
+
+
+@pytest.mark.slow
 def test_a_model_of_hugging_face_is_trained_on_eight_devices_and_given_back(tmp_path):
     def run():
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

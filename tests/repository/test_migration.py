@@ -223,6 +223,15 @@ def test_every_way_to_restore_in_part_is_there():
     assert listed(utils) == {name for name, _ in functions if name[0] != "_"}
 
 
+def test_every_option_of_emergency_checkpoints_is_there():
+    from orbax.checkpoint.experimental.emergency import checkpoint_manager
+
+    [options] = tables("orbax.md", "Emergency checkpoints")
+    kinds = ("LocalCheckpointOptions", "PersistentCheckpointOptions")
+    wanted = fields(checkpoint_manager, *kinds, "CheckpointManagerOptions")
+    assert wanted <= listed(options)
+
+
 def test_everything_in_v1_of_orbax_is_there():
     functions, methods, constructor, context = tables("orbax.md", "v1")
     modules = {name for name, _ in inspect.getmembers(v1, inspect.ismodule)}

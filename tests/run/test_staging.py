@@ -871,10 +871,22 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
         flaxckpt.Checkpointer(run, staging=tmp_path / "plain")
 
 
-def test_staging_is_for_one_process(tmp_path, monkeypatch):
-    seams.replace(monkeypatch, "processes.is_distributed", lambda: True)
-    with pytest.raises(errors.OptionError, match="supports only one process"):
-        flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
+@pytest.mark.parametrize("is_function", [True, False])
+def test_a_single_process_may_name_its_staging_by_its_index(tmp_path, is_function):
+    template = f"{tmp_path}/ssd-{{process}}"
+    staging = (lambda index: tmp_path / f"ssd-{index}") if is_function else template
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(1, {"x": 1})
+    assert (tmp_path / "ssd-0/1").is_dir()
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        assert ckpt.restore() == {"x": 1}
+
+
+def test_copies_need_staging(tmp_path):
+    with pytest.raises(errors.OptionError, match="staging_copies needs a staging"):
+        flaxckpt.Checkpointer(tmp_path / "run", staging_copies=1)
+    with pytest.raises(errors.OptionError, match="staging_copies must be"):
+        flaxckpt.Checkpointer(tmp_path, staging=tmp_path / "ssd", staging_copies=-1)
 
 
 def test_staging_comes_from_a_config(tmp_path):

@@ -1,0 +1,214 @@
+"""Files of a directory for the other processes of a job: a small server, and a client.
+
+The server sends regular files below one directory, to those who know its token. It
+lists nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import http.server
+import os
+import re
+import secrets
+import socket
+import socketserver
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _storage
+
+_SILENT_SECS = 30.0
+"""Seconds without a byte after which a connection ends."""
+
+_LEAST_BYTES_PER_SEC = 2**18
+"""A slower peer counts as gone."""
+
+_AT_ONCE = 2**20
+_RANGE = re.compile(r"bytes=(\d{1,18})-")
+
+
+class Peer(NamedTuple):
+    """The server of a process.
+
+    Attributes:
+        host: Its name or address.
+        port: Its port.
+        token: The token for its files.
+    """
+
+    host: str
+    port: int
+    token: str
+
+
+class FileServer:
+    """Serves the files of a directory until `close`.
+
+    Args:
+        root: The directory.
+        host: The address on which it listens.
+    """
+
+    def __init__(self, root: Path, host: str) -> None:
+        token = secrets.token_urlsafe(32)
+        handler = type("Handler", (_Handler,), {"root": root, "token": token})
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        kind = type("Server", (_Server,), {"address_family": family})
+        self._server = kind((host, 0), handler)
+        self.peer = Peer(host, self._server.server_address[1], token)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            name="flaxckpt peers",
+            args=(0.5,),
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the server; requests in progress fail."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    # Not `http.server`'s, which asks for the name of the host, perhaps for long.
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes is no error of ours."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    root: Path
+    token: str
+    protocol_version = "HTTP/1.1"
+    timeout = _SILENT_SECS
+
+    def do_GET(self) -> None:
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            self.send_error(403)
+            return
+        name = urllib.parse.unquote(self.path).lstrip("/")
+        try:
+            descriptor = self._open(name)
+        except (OSError, ValueError):
+            self.send_error(404)
+            return
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            match = _RANGE.fullmatch(self.headers.get("Range", "bytes=0-"))
+            start = min(int(match[1]), size) if match else 0
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(size - start))
+            self.end_headers()
+            if size > start:
+                self.connection.sendfile(file, start)
+
+    def _open(self, name: str) -> int:
+        parts = name.split("/")
+        if "\0" in name or any(part in ("", ".", "..") for part in parts):
+            raise ValueError(name)
+        path = self.root.joinpath(*parts)
+        if (
+            os.path.realpath(path.parent)
+            != os.path.join(  # noqa: PTH118
+                os.path.realpath(self.root), *parts[:-1]
+            )
+        ):
+            raise ValueError(name)  # a link out of the directory
+        return _storage.files.open_regular_file(path, within=path.parent)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing: a job reads thousands of files."""
+
+
+class Connection:
+    """A connection to the server of another process.
+
+    Args:
+        peer: The server.
+        silent_secs: Seconds without a byte after which it counts as gone.
+    """
+
+    def __init__(self, peer: Peer, silent_secs: float = _SILENT_SECS) -> None:
+        self._peer = peer
+        self._silent_secs = silent_secs
+        self._http = http.client.HTTPConnection(
+            peer.host, peer.port, timeout=silent_secs
+        )
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._http.close()
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Returns a small file.
+
+        Raises:
+            FileNotFoundError: The peer does not have it.
+            OSError: The peer is gone, slow, or sends something else.
+        """
+        with self._response(name, 0) as response:
+            content = response.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise OSError(f"{name} has more than {max_bytes} bytes")
+        return content
+
+    def copy(self, name: str, target: Path, size: int) -> None:
+        """Copies a file of `size` bytes, from where an earlier copy has stopped.
+
+        Raises:
+            FileNotFoundError: The peer does not have it.
+            OSError: The peer is gone, slow, or sends something else.
+        """
+        with target.open("ab", buffering=0) as file:
+            start = file.tell()
+            with self._response(name, start) as response:
+                left = size - start
+                if response.length != left:
+                    raise OSError(
+                        f"{name} has {start + (response.length or 0)} bytes at the"
+                        f" peer instead of {size}"
+                    )
+                secs = self._silent_secs + left / _LEAST_BYTES_PER_SEC
+                deadline = time.monotonic() + secs
+                buffer = memoryview(bytearray(min(_AT_ONCE, max(left, 1))))
+                while left:
+                    count = response.readinto(buffer[: min(left, len(buffer))])
+                    if not count:
+                        raise OSError(f"{name}: the peer has stopped sending")
+                    if time.monotonic() > deadline:
+                        raise OSError(f"{name}: the peer is too slow")
+                    file.write(buffer[:count])
+                    left -= count
+
+    @contextlib.contextmanager
+    def _response(self, name: str, start: int) -> Iterator[http.client.HTTPResponse]:
+        headers = {"Authorization": f"Bearer {self._peer.token}"}
+        if start:
+            headers["Range"] = f"bytes={start}-"
+        try:
+            self._http.request("GET", f"/{urllib.parse.quote(name)}", headers=headers)
+            with self._http.getresponse() as response:
+                if response.status == 404:
+                    raise FileNotFoundError(f"{name} is not at the peer")
+                if response.status != (206 if start else 200):
+                    raise OSError(f"{name}: the peer answers {response.status}")
+                yield response
+        except http.client.HTTPException as error:
+            self._http.close()
+            raise OSError(f"{name}: the peer answers {error!r}") from None
+        except OSError:
+            self._http.close()  # the rest of the answer is of no use
+            raise

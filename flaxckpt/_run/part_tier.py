@@ -1,0 +1,365 @@
+"""The tier of steps in directories of the processes of a job, with copies at peers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from flaxckpt import _checkpoint, _distributed, _steps, _storage, _util, errors
+from flaxckpt._run import events as run_events
+from flaxckpt._run import parts, peer_copies, run_index
+from flaxckpt._run.parts import Held, Lost
+from flaxckpt._run.peer_copies import Copied, Sources
+
+if TYPE_CHECKING:
+    from flaxckpt._distributed.agreement import Processes
+    from flaxckpt._distributed.operation import Operation
+    from flaxckpt._distributed.peer_files import FileServer, Peer
+
+_log = logging.getLogger(__name__)
+
+
+class CopyOptions(NamedTuple):
+    """Options of the copies at other processes.
+
+    Attributes:
+        wanted: Number of copies of each part.
+        failure_domain: Returns the name of what fails together with a process; None for
+            its host.
+    """
+
+    wanted: int = 0
+    failure_domain: Callable[[int], str] | None = None
+
+
+NO_COPIES = CopyOptions()
+
+
+class _Waiting(NamedTuple):
+    """A step whose parts are to be copied."""
+
+    step: int
+    path: Path
+    operation: Operation
+
+
+class PartTier:
+    """The parts in the directory of this process, and those of its peers.
+
+    Args:
+        root: The directory of this process.
+        directory: The run directory.
+        index: The steps in `root`.
+        step_format: Format of the names of steps.
+        events: Stream for the events of copies.
+        options: Options of the copies.
+        mode: Mode of new directories; None for the umask's.
+
+    Attributes:
+        whole: The steps that a restore could choose, when the processes last agreed.
+        lost: The steps of which parts were missing then; a save replaces them.
+        copied: What the last restore has copied into `root`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        directory: Path,
+        index: run_index.RunIndex,
+        step_format: _steps.names.StepFormat,
+        events: run_events.Stream,
+        options: CopyOptions,
+        mode: int | None,
+    ) -> None:
+        self._root = root
+        self._directory = directory
+        self._index = index
+        self._format = step_format
+        self._events = events
+        self._options = options
+        self._mode = mode
+        self._server: FileServer | None = None
+        self._own = 0
+        self._peers: Sequence[Peer] = ()
+        self._keepers: Sequence[Sequence[int]] = ()
+        self._sources: dict[Path, Sources] = {}
+        self._guard = _util.forks.PerProcess(threading.Condition)
+        self._waiting: list[_Waiting] = []
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self.whole: set[int] = set()
+        self.lost: set[int] = set()
+        self.copied = Copied()
+
+    def close(self) -> None:
+        """Ends the server of this process, and names steps without their copies."""
+        if waiting := self._not_copied():
+            _log.warning(
+                "steps %s of %s have no copies at other processes yet",
+                errors.first_few([str(step) for step in waiting]),
+                self._root,
+            )
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            self._peers = ()
+
+    # ---- the processes ------------------------------------------------------------
+
+    def meet(self, operation: Operation) -> None:
+        """Learns of the servers of all processes, once.
+
+        Raises:
+            OptionError: Processes have the same directory, or too few are in other
+                failure domains.
+        """
+        if self._peers:
+            return
+        self._own = operation.index
+        if self._server is None:
+            self._server = _distributed.peer_files.FileServer(
+                self._root, _util.processes.own_address()
+            )
+        domain = self._options.failure_domain or (lambda index: socket.gethostname())
+        # Not named like a step, so nobody takes it for one.
+        token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
+        token.touch()
+        try:
+            mine = [self._server.peer, str(domain(self._own)), token.name]
+            rows = [
+                json.loads(text) for text in operation.exchange("met", json.dumps(mine))
+            ]
+            seen = [
+                process
+                for process, (_, _, name) in enumerate(rows)
+                if (self._root / name).exists()
+            ]
+            for text in operation.exchange("seen", json.dumps(seen)):
+                if len(shared := json.loads(text)) > 1:
+                    raise errors.OptionError(
+                        f"{parts.names_of(shared)} have the same staging directory,"
+                        f" such as {self._root}: each process needs its own, such as"
+                        " staging='/local/run-{process}'"
+                    )
+        finally:
+            token.unlink(missing_ok=True)
+        domains = [name for _, name, _ in rows]
+        self._keepers = parts.choose_copies(domains, self._options.wanted)
+        if self.copies < self._options.wanted:
+            _log.warning(
+                "staging_copies=%d, but a part gets %d: a copy is in another failure"
+                " domain than its part, and the processes are in %s. Pass"
+                " failure_domain=, a function of the process index that returns a name",
+                self._options.wanted,
+                self.copies,
+                errors.first_few(sorted({*domains})),
+            )
+        self._peers = [_distributed.peer_files.Peer(*peer) for peer, _, _ in rows]
+
+    # ---- choosing ---------------------------------------------------------------
+
+    def has_parts(self) -> bool:
+        """Returns True if this process has a step of which it may lack parts."""
+        return any(
+            (path / _steps.markers.PARTS).exists()
+            for path in self._index.paths().values()
+        )
+
+    def agree(
+        self, operation: Operation | None, list_far: Callable[[], Mapping[int, Path]]
+    ) -> tuple[list[tuple[int, Path]], list[Lost]]:
+        """Returns the steps that can be restored, best first, and those that cannot.
+
+        Args:
+            operation: The operation of all processes; None for a single process.
+            list_far: Lists the run directory; called in process 0.
+        """
+        mine = {
+            step: here
+            for step, path in self._index.paths().items()
+            if (here := parts.find_held(path)) is not None
+        }
+        held = [mine]
+        if operation is not None:
+            self.meet(operation)
+            texts = operation.exchange("held", json.dumps(mine))
+            held = [
+                {int(step): Held(*row) for step, row in json.loads(text).items()}
+                for text in texts
+            ]
+        near = {step for steps in held for step in steps}
+
+        def look() -> list[tuple[int, str, str | None]]:
+            return [
+                (step, path.name, parts.identify(path) if step in near else None)
+                for step, path in list_far().items()
+            ]
+
+        listed = _distributed.agreement.broadcast(operation, "far", look)
+        names = {step: name for step, name, _ in listed}
+        found, lost = parts.choose(held, {step: save for step, _, save in listed})
+        self.whole = {whole.step for whole in found}
+        self.lost = {each.step for each in lost}
+        self._sources = {}
+        candidates = []
+        for step, save, holders, is_far in found:
+            far = self._directory / names[step] if is_far else None
+            if save is None:
+                assert far is not None
+                candidates.append((step, far))
+                continue
+            path = self._root / self._format.name(step)
+            sources = Sources(path, step, save, self._own, self._peers, holders, far)
+            self._sources[path] = sources
+            candidates.append((step, path))
+        return candidates, lost
+
+    def forget(self, step: int) -> None:
+        """Forgets a step that was saved or deleted."""
+        self.whole.discard(step)
+        self.lost.discard(step)
+
+    # ---- restoring --------------------------------------------------------------
+
+    def prepare(self, path: Path) -> None:
+        """Copies the metadata of a step, if this process lacks it.
+
+        Raises:
+            DamagedCheckpointError: No peer has it.
+        """
+        self.copied = Copied()
+        if (sources := self._sources.get(path)) is not None:
+            peer_copies.copy_metadata(sources, self._mode)
+
+    def fetch(self, path: Path, wanted: Collection[Path], *, is_again: bool) -> bool:
+        """Copies the files that a restore of `path` reads and this process lacks.
+
+        Args:
+            path: The step.
+            wanted: The files that it reads.
+            is_again: True to verify the files that are here, and to replace them.
+
+        Returns:
+            True if files were copied.
+
+        Raises:
+            DamagedCheckpointError: A file is at none of its places.
+        """
+        if (sources := self._sources.get(path)) is None:
+            return False
+        names = {str(file.relative_to(path)) for file in wanted}
+        here = {name for name in names if (path / name).exists()} if is_again else ()
+        faults = _checkpoint.verify.find_faults(path, here) if here else {}
+        for name, why in faults.items():
+            _log.warning("%s is damaged, and copied again: %s", path / name, why)
+        copied = peer_copies.copy_parts(sources, names, self._mode, damaged=faults)
+        self.copied += copied
+        return copied != Copied()
+
+    # ---- copies -----------------------------------------------------------------
+
+    def copy(self, step: int, path: Path, processes: Processes) -> None:
+        """Begins to copy the parts of a new step between all processes."""
+        if not self.copies:
+            return
+        operation = processes.begin("copies", f"the copies of step {step}")
+        assert operation is not None, path
+        with self._guard.get():
+            self._waiting.append(_Waiting(step, path, operation))
+            if self._thread is not None:
+                return
+            self._thread = _util.threads.background(self._run, "flaxckpt copies")
+        self._thread.start()
+
+    def wait(self, timeout_secs: float | None) -> list[int]:
+        """Waits for copies in progress; returns the steps that are not copied yet."""
+        with (guard := self._guard.get()):
+            guard.wait_for(lambda: self._thread is None, timeout_secs)
+        return self._not_copied()
+
+    @property
+    def copies(self) -> int:
+        """Number of copies that each part gets at other processes."""
+        return min(map(len, self._keepers), default=0)
+
+    def failure(self) -> str | None:
+        """Returns why the newest copy failed; None if it did not."""
+        return self._failure
+
+    def _not_copied(self) -> list[int]:
+        with self._guard.get():
+            return [each.step for each in self._waiting]
+
+    def _run(self) -> None:
+        while True:
+            with (guard := self._guard.get()):
+                if not self._waiting:
+                    self._thread = None
+                    guard.notify_all()
+                    return
+                # The newest first; its copies replace those of older steps.
+                *older, newest = self._waiting
+            for each in older:
+                left_out = json.dumps("a newer step was saved before")
+                with _distributed.agreement.closing(each.operation):
+                    each.operation.report("copied", left_out)
+                    if each.operation.is_first:
+                        each.operation.first("durable", left_out.__str__)
+            try:
+                with _distributed.agreement.closing(newest.operation):
+                    self._failure = self._copy(newest)
+            except Exception as error:
+                self._failure = errors.one_line(error)
+            if self._failure is not None:
+                _log.warning("step %d is not copied: %s", newest.step, self._failure)
+            with self._guard.get():
+                self._waiting = [
+                    each for each in self._waiting if each not in (*older, newest)
+                ]
+
+    def _copy(self, waiting: _Waiting) -> str | None:
+        """Copies the parts of others to this process; returns why that failed."""
+        step, path, operation = waiting
+        begun = time.monotonic()
+        copied, fault = Copied(), None
+        try:
+            kept = [
+                p for p, keepers in enumerate(self._keepers) if self._own in keepers
+            ]
+            save, known = parts.identify(path), parts.find_parts(path)
+            if save is None:
+                raise FileNotFoundError(f"{path} was deleted")
+            sources = Sources(
+                path, step, save, self._own, self._peers, {p: [p] for p in kept}
+            )
+            wanted = [name for part in kept for name in known.files[part]]
+            copied = peer_copies.copy_parts(sources, wanted, self._mode)
+        except (OSError, ValueError, errors.CheckpointError) as error:
+            fault = errors.one_line(error)
+        mine = json.dumps(fault)
+        operation.report("copied", mine)
+
+        def gather() -> str:
+            faults = map(json.loads, operation.gather("copied", mine))
+            rows = [f"process {n}: {why}" for n, why in enumerate(faults) if why]
+            return json.dumps("; ".join(rows))
+
+        fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
+        if fault is None:
+            secs = time.monotonic() - begun
+            self._events.emit(
+                "copied",
+                step,
+                path=path,
+                copies=self.copies,
+                bytes=copied.from_peers,
+                secs=secs,
+            )
+        return fault

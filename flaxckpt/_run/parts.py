@@ -1,0 +1,194 @@
+"""Parts of steps in the directories of several processes: who has what.
+
+A part is the files of arrays that a process has written. A process has the metadata of
+a step, its own part, and perhaps others. A step is whole if the processes together have
+all its parts, or the run directory has it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flaxckpt import _formats, _steps, _storage, errors
+from flaxckpt._steps.markers import Parts
+
+MARKER, MANIFEST = _storage.transaction.MARKER, _formats.orbax_json.MANIFEST
+
+
+class Held(NamedTuple):
+    """What a process has of a step.
+
+    Attributes:
+        save: The identity of the save: parts of other saves do not fit.
+        total: Number of parts of the step.
+        parts: The parts whose files are all there.
+    """
+
+    save: str
+    total: int
+    parts: tuple[int, ...]
+
+
+def identify(path: Path) -> str | None:
+    """Returns the identity of the save of a step; None if unknown."""
+    file = path / MARKER
+    try:
+        content = _storage.of(file).read(file, max_bytes=_formats.orbax_json.MAX_BYTES)
+    except (OSError, ValueError):
+        return None
+    return _storage.files.digest(content)
+
+
+def find_held(path: Path) -> Held | None:
+    """Returns what is here of a step; None for a step of another program."""
+    try:
+        parts = find_parts(path)
+    except (errors.DamagedCheckpointError, OSError, ValueError):
+        return None
+    save = identify(path)
+    if save is None:
+        return None
+    here = [n for n, files in enumerate(parts.files) if _has_all(path, files)]
+    return Held(save, len(parts.files), tuple(here))
+
+
+def find_parts(path: Path) -> Parts:
+    """Returns the parts of a step; one, of a step in one directory.
+
+    Raises:
+        DamagedCheckpointError: The marker of parts is damaged.
+        ValueError: The manifest is damaged, or is of an older format.
+        OSError: The manifest is missing, or cannot be read.
+    """
+    parts = _steps.markers.read_parts(path)
+    return parts or parse_manifest((path / MANIFEST).read_bytes())
+
+
+def parse_manifest(content: bytes) -> Parts:
+    """Returns the only part of a step in one directory.
+
+    Raises:
+        ValueError: The manifest is damaged, or is of an older format.
+    """
+    try:
+        files = json.loads(content)["files"]
+        return Parts(0, ({str(name): int(size) for name, size in files.items()},))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the manifest names no files: {error}") from None
+
+
+def _has_all(path: Path, files: Mapping[str, int]) -> bool:
+    return all(file_size(path / name) == size for name, size in files.items())
+
+
+def file_size(file: Path) -> int | None:
+    """Returns the bytes of a file; None if it is missing."""
+    try:
+        return os.stat(file, follow_symlinks=False).st_size  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+class Whole(NamedTuple):
+    """A step that can be restored.
+
+    Attributes:
+        step: Its number.
+        save: The identity of the save; None to read it from the run directory alone.
+        holders: Part -> the processes that have it.
+        is_far: Whether the run directory has this save of the step.
+    """
+
+    step: int
+    save: str | None
+    holders: Mapping[int, Sequence[int]]
+    is_far: bool
+
+
+class Lost(NamedTuple):
+    """A step that cannot be restored.
+
+    Attributes:
+        step: Its number.
+        parts: The parts that no process has.
+    """
+
+    step: int
+    parts: tuple[int, ...]
+
+
+def choose(
+    held: Sequence[Mapping[int, Held]], far: Mapping[int, str | None]
+) -> tuple[list[Whole], list[Lost]]:
+    """Returns the steps that are whole, best first, and those that are not.
+
+    Parts of different saves of a step are never mixed. The run directory comes after
+    the processes.
+
+    Args:
+        held: What each process has: step -> parts.
+        far: The steps of the run directory -> the identities of their saves, if known.
+    """
+    found: list[Whole] = []
+    lost: list[Lost] = []
+    for step in sorted(far.keys() | {s for steps in held for s in steps}, reverse=True):
+        saves: dict[str, dict[int, list[int]]] = {}
+        for process, steps in enumerate(held):
+            if (here := steps.get(step)) is None:
+                continue
+            holders = saves.setdefault(here.save, {n: [] for n in range(here.total)})
+            for part in here.parts:
+                holders.setdefault(part, []).append(process)
+        for save, holders in saves.items():
+            is_far = far.get(step) == save
+            if is_far or all(holders.values()):
+                found.append(Whole(step, save, holders, is_far))
+        if step in far:
+            found.append(Whole(step, None, {}, True))
+        elif not (found and found[-1].step == step):
+            missing = [
+                tuple(part for part, some in holders.items() if not some)
+                for holders in saves.values()
+            ]
+            lost.append(Lost(step, min(missing, key=len)))
+    return found, lost
+
+
+def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
+    """Returns the processes that keep a copy of each process's part.
+
+    They are in other failure domains than the process, and in different ones as far as
+    possible; each process keeps about as many copies as any other. With fewer processes
+    in other domains, there are fewer copies.
+
+    Args:
+        domains: Process -> the name of its failure domain.
+        count: Number of copies.
+    """
+    keepers: list[list[int]] = []
+    load = collections.Counter[int]()
+    for process, domain in enumerate(domains):
+        after = [(process + n) % len(domains) for n in range(1, len(domains))]
+        others = [n for n in after if domains[n] != domain]
+        chosen: list[int] = []
+        used = collections.Counter[str]()
+        for _ in range(min(count, len(others))):
+            best = min(
+                others, key=lambda n: (used[domains[n]], load[n], after.index(n))
+            )
+            others.remove(best)
+            chosen.append(best)
+            used[domains[best]] += 1
+            load[best] += 1
+        keepers.append(chosen)
+    return keepers
+
+
+def names_of(processes: Iterable[int]) -> str:
+    """Returns `process 1, process 4`, for messages."""
+    return errors.first_few([f"process {process}" for process in processes], 8)

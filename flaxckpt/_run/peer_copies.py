@@ -1,0 +1,274 @@
+"""Copies the metadata and the parts of a step from other processes, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from flaxckpt import (
+    _checkpoint,
+    _distributed,
+    _formats,
+    _steps,
+    _storage,
+    _util,
+    errors,
+)
+from flaxckpt._run import parts
+from flaxckpt._steps.markers import PARTS
+
+if TYPE_CHECKING:
+    from flaxckpt._distributed.peer_files import Peer
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 4
+"""Files copied at a time."""
+
+_MARKERS = (
+    _steps.markers.PIN,
+    _steps.markers.TEMPORARY,
+    _steps.markers.MEASURED,
+    _steps.markers.NOT_UPLOADED,
+)
+"""Markers that a process gets with the metadata."""
+
+
+class Sources(NamedTuple):
+    """Where a process finds what it lacks of a step.
+
+    Attributes:
+        path: The step in the directory of this process.
+        step: Its number.
+        save: The identity of the save.
+        own: This process.
+        peers: The servers of all processes.
+        holders: Part -> the processes that have it.
+        far: The same step in the run directory; None without.
+    """
+
+    path: Path
+    step: int
+    save: str
+    own: int
+    peers: Sequence[Peer]
+    holders: Mapping[int, Sequence[int]]
+    far: Path | None = None
+
+    def others(self, part: int | None = None) -> list[int]:
+        """Returns the other processes with a part, or with any, nearest first."""
+        some = self.holders.values() if part is None else [self.holders.get(part, ())]
+        found = {process for each in some for process in each} - {self.own}
+        return sorted(found, key=lambda process: (process - self.own) % len(self.peers))
+
+
+class Copied(NamedTuple):
+    """Bytes of parts that were copied into the directory of this process."""
+
+    from_peers: int = 0
+    from_directory: int = 0
+
+    def __add__(self, other: Copied) -> Copied:  # type: ignore[override]
+        return Copied(*map(sum, zip(self, other, strict=True)))
+
+
+# ---- metadata -----------------------------------------------------------------------
+
+
+def copy_metadata(sources: Sources, mode: int | None) -> None:
+    """Copies the metadata of a step, unless this process has it.
+
+    Raises:
+        DamagedCheckpointError: No other process has it.
+    """
+    if parts.identify(sources.path) == sources.save:
+        return
+    faults = []
+    for process in sources.others():
+        try:
+            _copy_metadata(sources, process, mode)
+        except (OSError, ValueError, errors.DamagedCheckpointError) as error:
+            faults.append(f"process {process}: {errors.one_line(error)}")
+        else:
+            return
+    raise errors.DamagedCheckpointError(
+        f"the metadata of step {sources.step} is at no process:\n"
+        + errors.rows(faults or ["no other process has a part of it"])
+        + "\nRestore another step."
+    )
+
+
+def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
+    path = sources.path
+    with _distributed.peer_files.Connection(sources.peers[process]) as peer:
+
+        def read(name: str) -> bytes:
+            name = f"{path.name}/{_check_name(name)}"
+            return peer.read(name, _formats.orbax_json.MAX_BYTES)
+
+        marker, manifest = read(parts.MARKER), read(parts.MANIFEST)
+        is_same = marker == _formats.native_contents.commit_marker(manifest)
+        if not is_same or _storage.files.digest(marker) != sources.save:
+            raise ValueError(f"{path.name} is another save there")
+        try:
+            known = _steps.markers.parse_parts(read(PARTS))
+        except FileNotFoundError:
+            known = parts.parse_manifest(manifest)
+        files = {parts.MANIFEST: manifest}
+        files[PARTS] = known._replace(own=None).content()
+        digests = json.loads(manifest)["digests"]
+        for name in digests.keys() - {name for part in known.files for name in part}:
+            files[name] = read(name)
+            found = _storage.files.digest(files[name])
+            _storage.files.check_digest(name, found, digests[name])
+        rest = _formats.items.UNDIGESTED - {parts.MARKER, *files}
+        for name in (*rest, *_MARKERS):
+            with contextlib.suppress(FileNotFoundError):
+                files[name] = read(name)
+    with _checkpoint.commit.replacing(path, overwrite=True, mode=mode) as new:
+        new.write(files)
+        new.commit(marker)
+
+
+def _check_name(name: str) -> str:
+    """Returns the name of a file in a step.
+
+    Raises:
+        ValueError: The name leads out of the step.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
+        raise ValueError(f"{name[:80]!r} is no name of a file in a step")
+    return name
+
+
+# ---- parts --------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    """A file to copy.
+
+    Attributes:
+        name: Its path in the step.
+        size: Bytes.
+        places: The processes that have it; None is the run directory.
+    """
+
+    name: str
+    size: int
+    places: list[int | None]
+
+
+def copy_parts(
+    sources: Sources,
+    wanted: Collection[str],
+    mode: int | None,
+    *,
+    damaged: Collection[str] = (),
+) -> Copied:
+    """Copies files of arrays that this process lacks, and keeps them.
+
+    Args:
+        sources: Where they are.
+        wanted: The files, by their paths in the step.
+        mode: Mode of new directories; None for the umask's.
+        damaged: The files to replace.
+
+    Raises:
+        DamagedCheckpointError: A file is whole at no process, and not in the run
+            directory.
+        OSError: The disk of this process fails, or is full.
+    """
+    path, requests = sources.path, []
+    known = parts.find_parts(path)
+    for part, files in enumerate(known.files):
+        places: list[int | None] = [*sources.others(part)]
+        places += [None] * (sources.far is not None)
+        requests += [
+            _Request(_check_name(name), size, list(places))
+            for name, size in files.items()
+            if name in wanted
+            and (name in damaged or parts.file_size(path / name) != size)
+        ]
+    if not requests:
+        return Copied()
+    data = {name for part in known.files for name in part}
+    copied = Copied()
+    with _storage.temporary.new_directory(path, mode) as aside:
+        for name in _storage.listing.files_below(path):
+            if name not in data:  # to verify with
+                _storage.files.make_parents(aside, name)
+                shutil.copyfile(path / name, aside / name)
+        left: Sequence[_Request] = requests
+        while left:
+            done, left = _copy_round(sources, aside, left)
+            copied += done
+        _storage.of(aside).sync_tree(aside)
+        for request in requests:
+            _storage.files.make_parents(path, request.name)
+            (aside / request.name).replace(path / request.name)
+    for directory in {(path / request.name).parent for request in requests}:
+        _storage.files.sync_directory(directory)
+    return copied
+
+
+def _copy_round(
+    sources: Sources, aside: Path, left: Sequence[_Request]
+) -> tuple[Copied, list[_Request]]:
+    """Copies each file from its next place; returns the files that were not whole."""
+    if gone := [request.name for request in left if not request.places]:
+        raise errors.DamagedCheckpointError(
+            f"files of step {sources.step} are whole at no process, and not in the run"
+            f" directory:\n{errors.rows(gone)}\nRestore another step."
+        )
+    faults: dict[str, str] = {}
+    tried = {request.name: request.places.pop(0) for request in left}
+    copy = functools.partial(_copy, sources, aside, tried, faults)
+    _util.threads.each(copy, left, threads=_THREADS)
+    here = {request.name for request in left} - faults.keys()
+    faults |= _checkpoint.verify.find_faults(aside, here)
+    copied = Copied()
+    for name, size, _ in left:
+        is_far = tried[name] is None
+        if name not in faults:
+            copied += Copied(size * (not is_far), size * is_far)
+            continue
+        (aside / name).unlink(missing_ok=True)
+        where = sources.far if is_far else f"process {tried[name]}"
+        _log.warning("step %d: %s from %s: %s", sources.step, name, where, faults[name])
+    return copied, [request for request in left if request.name in faults]
+
+
+def _copy(
+    sources: Sources,
+    aside: Path,
+    tried: Mapping[str, int | None],
+    faults: dict[str, str],
+    request: _Request,
+) -> None:
+    name, process = request.name, tried[request.name]
+    _storage.files.make_parents(aside, name)
+    try:
+        if process is None:
+            assert sources.far is not None
+            _copy_far(sources.far, name, aside / name, request.size)
+            return
+        with _distributed.peer_files.Connection(sources.peers[process]) as peer:
+            peer.copy(f"{sources.path.name}/{name}", aside / name, request.size)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise  # no place is to blame
+        faults[name] = errors.one_line(error)
+
+
+def _copy_far(far: Path, name: str, target: Path, size: int) -> None:
+    with target.open("xb") as file:
+        for part in _storage.of(far).stream(far / name, far, size):
+            file.write(part)

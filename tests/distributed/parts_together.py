@@ -1,0 +1,125 @@
+"""What processes with directories of their own do, one after the other."""
+
+import os
+import signal
+import time
+
+import flaxckpt
+from flaxckpt import errors, policies
+from tests.distributed import states
+
+
+def run(directory, rank, given):
+    """Does the steps of `given["do"]`; returns what they found, by their names."""
+    events, found = [], {}
+    staging = given.get("staging", "local-{process}")
+    names = given.get("directories")  # of the directories, by process
+    if names is not None:
+        staging = names[rank]
+    ckpt = flaxckpt.Checkpointer(
+        directory / "run",
+        staging=f"{directory}/{staging}",
+        keep_staging=[policies.LatestN(given.get("keep", 1))],
+        staging_copies=given.get("copies", 0),
+        failure_domain=lambda index: given.get("domains", "abcdefgh")[index],
+        peer_timeout_secs=given.get("timeout_secs", 60),
+        sinks=[events.append],
+    )
+    for row in given["do"]:
+        name, *args = row
+        value = DO[name](ckpt, rank, given, *args)
+        if value is not None:
+            found[name] = value
+    ckpt.close()
+    found["events"] = [event.kind for event in events]
+    details = [event.details for event in events if event.kind == "restored"]
+    if details:
+        found["from_peers"] = details[-1]["from_peers"]
+        found["from_directory"] = details[-1]["from_directory"]
+    return found
+
+
+def save(ckpt, rank, given, step, mesh="rows", **options):
+    state = states.everything(step, mesh)
+    options.setdefault("metrics", {"loss": 1 / (step + 1)})
+    return ckpt.save(step, state, **options).wait().tier
+
+
+def save_other(ckpt, rank, given, step):
+    """Another state of the same step."""
+    state = states.everything(step + 100, "rows")
+    return ckpt.save(step, state, overwrite=True).wait().tier
+
+
+def restore(ckpt, rank, given, mesh="rows", more=0):
+    state, step = ckpt.restore_latest(states.abstract(mesh))
+    states.check(state, step + more, mesh)
+    return step
+
+
+def failing_restore(ckpt, rank, given, mesh="rows"):
+    try:
+        ckpt.restore(states.abstract(mesh))
+    except errors.CheckpointError as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("nothing was raised")
+
+
+def failing_save(ckpt, rank, given, step):
+    try:
+        save(ckpt, rank, given, step)
+    except errors.CheckpointError as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("nothing was raised")
+
+
+def wait_for_copies(ckpt, rank, given):
+    ckpt.wait_for_copies()
+
+
+def wait_for_uploads(ckpt, rank, given):
+    ckpt.wait_for_uploads()
+
+
+def kill(ckpt, rank, given):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pause(ckpt, rank, given, secs):
+    time.sleep(secs)
+
+
+def delete(ckpt, rank, given, step):
+    ckpt.delete(step)
+
+
+def pin(ckpt, rank, given, step):
+    ckpt.pin(step)
+
+
+def verify(ckpt, rank, given, step):
+    return ckpt.verify(step).ok
+
+
+def steps(ckpt, rank, given):
+    return ckpt.steps()
+
+
+DO = {
+    function.__name__: function
+    for function in (
+        save,
+        save_other,
+        restore,
+        failing_restore,
+        failing_save,
+        wait_for_copies,
+        wait_for_uploads,
+        kill,
+        pause,
+        delete,
+        pin,
+        verify,
+        steps,
+    )
+}

@@ -1,0 +1,217 @@
+"""Runs in which each process has a staging directory of its own."""
+
+import shutil
+
+import pytest
+
+import flaxckpt
+from tests.distributed import jobs, states
+
+pytestmark = pytest.mark.multiprocess
+
+
+def run(directory, *do, count=2, **given):
+    """What each process has found in a job that does `do` and ends."""
+    return jobs.run("parts", count, directory, do=do, **given)["parts"]
+
+
+def killed(directory, *do, count=2, **given):
+    """A job that does `do`, and is killed then."""
+    given = {"do": [*do, ["kill"]], **given}
+    with jobs.Job("parts", count, directory, **given) as job:
+        for code, _, err in job.ends():
+            assert code == -9, err[-3000:]
+
+
+def remove_steps(directory):
+    for step in directory.iterdir():
+        if step.is_dir():
+            shutil.rmtree(step)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Steps 1 and 2 of two processes, of which the run directory has none."""
+    directory = tmp_path_factory.mktemp("parts")
+    said = run(directory, ["save", 1], ["save", 2], ["verify", 2], ["steps"])
+    assert all(each["save"] == "staging" and each["verify"] for each in said)
+    assert all(each["steps"] == [1, 2] for each in said)
+    assert flaxckpt.verify(directory / "run/2").ok
+    assert flaxckpt.load(directory / "run")["text"] == states.TEXT
+    assert not (directory / "run/2/PARTS").exists()
+    remove_steps(directory / "run")
+    return directory
+
+
+@pytest.fixture
+def parts(saved, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(saved, directory)
+    for index in range(2):  # it names the run by its path
+        owner = directory / f"local-{index}" / "STAGING_OF"
+        owner.write_text(f"{directory / 'run'}\n")
+    return directory
+
+
+def test_each_process_keeps_its_part_and_the_metadata(saved):
+    for index, other in ((0, 1), (1, 0)):
+        step = saved / f"local-{index}/2"
+        names = [str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()]
+        assert any(name.startswith(f"state/d/{index}.") for name in names)
+        assert not any(name.startswith(f"state/d/{other}.") for name in names)
+        assert flaxckpt.verify(step).ok
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (2, "rows"),
+        pytest.param(2, "columns", marks=pytest.mark.slow),
+        pytest.param(3, "replicated", marks=pytest.mark.slow),
+        pytest.param(4, "rows", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_of_any_number_restore_what_they_have_together(parts, count, mesh):
+    said = run(parts, ["restore", mesh], count=count)
+    assert all(each["restore"] == 2 for each in said)
+    assert all(each["from_directory"] == 0 for each in said)
+    assert sum(each["from_peers"] for each in said) > 0
+
+
+@pytest.mark.slow
+def test_a_process_keeps_what_it_has_copied(parts):
+    run(parts, ["restore", "columns"])
+    shutil.copytree(parts / "run", parts / "uploaded")
+    said = run(parts, ["restore", "columns"])
+    assert all(each["from_peers"] == 0 for each in said)
+
+
+@pytest.mark.slow
+def test_directories_may_be_swapped(parts):
+    said = run(parts, ["restore"], directories=["local-1", "local-0"])
+    assert all(each["restore"] == 2 for each in said)
+
+
+@pytest.mark.slow
+def test_a_part_that_is_nowhere_is_named(parts):
+    shutil.rmtree(parts / "local-1/2")
+    told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
+    for name, text in told:
+        assert name == "CheckpointNotFoundError"
+        assert "step 2, the parts of process 1 are at no process" in text
+
+
+@pytest.mark.slow
+def test_one_process_alone_names_what_it_lacks(parts):
+    ((name, text),) = [
+        each["failing_restore"] for each in run(parts, ["failing_restore"], count=1)
+    ]
+    assert name == "CheckpointNotFoundError"
+    assert "the parts of process 1" in text
+
+
+@pytest.mark.slow
+def test_a_step_that_lost_a_part_is_saved_again(parts):
+    shutil.rmtree(parts / "local-1/2")
+    said = run(parts, ["failing_restore"], ["save", 2], ["restore"])
+    assert all(each["restore"] == 2 for each in said)
+
+
+def test_damage_at_one_process_is_mended_from_the_run_directory(parts):
+    (parts / "local-1/2/NOT_UPLOADED").touch()
+    (parts / "local-0/2/NOT_UPLOADED").touch()
+    run(parts, ["wait_for_uploads"])
+    assert flaxckpt.verify(parts / "run/2").ok
+    for file in (parts / "local-1/2/state/d").glob("1.*"):
+        flip(file if file.is_file() else next(file.iterdir()))
+    said = run(parts, ["restore", "columns"])
+    assert all(each["restore"] == 2 for each in said)
+    assert all(each["from_directory"] > 0 for each in said)
+
+
+@pytest.mark.slow
+def test_damage_without_another_place_is_never_read(parts):
+    for file in (parts / "local-1/2/state/d").glob("1.*"):
+        flip(file if file.is_file() else next(file.iterdir()))
+    told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
+    assert all(name == "DamagedCheckpointError" for name, _ in told)
+
+
+@pytest.mark.slow
+def test_parts_of_two_saves_of_a_step_are_never_mixed(parts):
+    shutil.copytree(parts / "local-1", parts / "old")
+    run(parts, ["save_other", 2])
+    remove_steps(parts / "run")
+    shutil.rmtree(parts / "local-1")
+    (parts / "old").rename(parts / "local-1")
+    told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
+    assert all(name == "CheckpointNotFoundError" for name, _ in told)
+
+
+@pytest.mark.slow
+def test_a_returning_machine_gets_the_step_of_the_others(parts):
+    shutil.copytree(parts / "local-1", parts / "old")
+    run(parts, ["save_other", 2])  # also in the run directory
+    shutil.rmtree(parts / "local-1")
+    (parts / "old").rename(parts / "local-1")
+    said = run(parts, ["restore", "rows", 100])
+    assert all(each["restore"] == 2 for each in said)
+    assert said[1]["from_directory"] > 0
+
+
+def test_a_lost_machine_costs_no_read_from_the_run_directory(tmp_path):
+    do = [["save", 1], ["save", 2], ["wait_for_copies"]]
+    killed(tmp_path, *do, count=4, copies=1)
+    shutil.rmtree(tmp_path / "local-2")
+    remove_steps(tmp_path / "run")
+    do = [["restore", "replicated"], ["save", 3, "replicated"], ["wait_for_copies"]]
+    left = [f"local-{index}" for index in (0, 1, 3)]
+    said = run(tmp_path, *do, count=3, copies=1, directories=left)
+    assert all(each["restore"] == 2 for each in said)
+    assert all(each["from_directory"] == 0 for each in said)
+    assert "copied" in said[0]["events"]
+    assert flaxckpt.verify(tmp_path / "run/3").ok
+
+
+@pytest.mark.slow
+def test_copies_are_in_other_failure_domains(tmp_path):
+    do = [["save", 1], ["wait_for_copies"]]
+    run(tmp_path, *do, count=4, copies=1, domains="aabb")
+    for index, others in ((0, "23"), (1, "23"), (2, "01"), (3, "01")):
+        names = {p.name[0] for p in (tmp_path / f"local-{index}/1/state/d").iterdir()}
+        assert names <= {str(index), "t", *others}
+        assert len(names & {*others}) == 1
+
+
+def test_two_processes_with_one_directory_are_refused(tmp_path):
+    said = run(tmp_path, ["failing_save", 1], staging="same")
+    for each in said:
+        name, text = each["failing_save"]
+        assert name == "OptionError"
+        assert "process 0, process 1 have the same staging directory" in text
+
+
+def test_a_deleted_step_does_not_come_back(tmp_path):
+    do = [["save", 1], ["save", 2], ["wait_for_copies"], ["wait_for_uploads"]]
+    said = run(tmp_path, *do, ["delete", 2], ["restore"], copies=1, keep=2)
+    assert all(each["restore"] == 1 for each in said)
+    said = run(tmp_path, ["restore"], ["steps"], keep=2)
+    assert all(each["restore"] == 1 and each["steps"] == [1] for each in said)
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_with_two(tmp_path):
+    staging = tmp_path / "local-0"
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(1, {"x": states.values(1)["large"]})
+    remove_steps(tmp_path / "run")
+    (staging / "1/NOT_UPLOADED").touch()
+    said = run(tmp_path, ["save", 2], ["steps"])
+    assert all(each["steps"][-1] == 2 for each in said)
+    assert flaxckpt.verify(tmp_path / "run/1").ok

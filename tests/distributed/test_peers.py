@@ -1,0 +1,201 @@
+"""What a process gets from another: files, or an error in time."""
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flaxckpt._distributed import peer_files
+from flaxckpt._run import parts
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "shared/step").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    server = peer_files.FileServer(tmp_path / "shared", "127.0.0.1")
+    yield server
+    server.close()
+
+
+def connected(server, **changed):
+    return peer_files.Connection(server.peer._replace(**changed))
+
+
+def test_a_file_is_copied_with_its_bytes(server, tmp_path):
+    content = os.urandom(3_000_001)
+    (tmp_path / "shared/step/a file").write_bytes(content)
+    with connected(server) as peer:
+        peer.copy("step/a file", tmp_path / "copy", len(content))
+        assert peer.read("step/a file", 2**22) == content
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+def test_a_copy_goes_on_where_it_has_stopped(server, tmp_path):
+    (tmp_path / "shared/step/file").write_bytes(b"0123456789")
+    (tmp_path / "copy").write_bytes(b"01x")  # what is there is not read again
+    with connected(server) as peer:
+        peer.copy("step/file", tmp_path / "copy", 10)
+        peer.copy("step/file", tmp_path / "copy", 10)  # nothing is left
+    assert (tmp_path / "copy").read_bytes() == b"01x3456789"
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "step/../../secret", "/etc/passwd", "step", "", "no", "a\0b"]
+)
+def test_nothing_else_is_served(server, name):
+    with connected(server) as peer, pytest.raises(FileNotFoundError):
+        peer.read(name, 100)
+
+
+def test_links_are_not_followed(server, tmp_path):
+    (tmp_path / "shared/step/link").symlink_to(tmp_path / "secret")
+    (tmp_path / "shared/away").symlink_to(tmp_path)
+    with connected(server) as peer:
+        for name in ("step/link", "away/secret"):
+            with pytest.raises(FileNotFoundError):
+                peer.read(name, 100)
+
+
+def test_only_those_with_the_token_are_served(server, tmp_path):
+    (tmp_path / "shared/step/file").write_text("content")
+    with (
+        connected(server, token="guessed") as peer,
+        pytest.raises(OSError, match="403"),
+    ):
+        peer.read("step/file", 100)
+    http_client = http.client.HTTPConnection(server.peer.host, server.peer.port)
+    http_client.request("GET", "/step/file")
+    assert http_client.getresponse().status == 403
+    http_client.request("DELETE", "/step/file")
+    assert http_client.getresponse().status == 501
+    assert (tmp_path / "shared/step/file").exists()
+
+
+def test_a_server_that_was_closed_is_gone(server, tmp_path):
+    server.close()
+    with connected(server) as peer, pytest.raises(ConnectionError):
+        peer.copy("step/file", tmp_path / "copy", 1)
+
+
+@contextlib.contextmanager
+def answering(answer):
+    """A peer that sends `answer` to each request, and then stays silent."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            kept.callback(connection.close)
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with contextlib.ExitStack() as kept, listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield peer_files.Peer("127.0.0.1", listener.getsockname()[1], "token")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n0123456789x",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n012345678",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"0" * 100,
+        b"HTTP/1.1 206 Partial\r\nContent-Length: 10\r\n\r\n0123456789",
+        b"HTTP/1.1 500 Broken\r\nContent-Length: 0\r\n\r\n",
+        b"no http at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n012",
+        b"",
+    ],
+    ids=["longer", "shorter", "endless", "part", "error", "noise", "stops", "silent"],
+)
+def test_a_peer_that_lies_or_is_silent_raises_an_error(answer, tmp_path):
+    told = pytest.raises(OSError, match=r"file|timed out|refused|reset")
+    with (
+        answering(answer) as peer,
+        told,
+        peer_files.Connection(peer, silent_secs=0.5) as connection,
+    ):
+        connection.copy("file", tmp_path / "copy", 10)
+
+
+SAVES = st.sampled_from(["one", "other"])
+
+
+@st.composite
+def holdings(draw):
+    """What up to four processes have of three steps, each of up to three parts."""
+    totals = {step: draw(st.integers(1, 3)) for step in range(3)}
+
+    def held():
+        steps = draw(st.sets(st.sampled_from([*totals])))
+        return {
+            step: parts.Held(
+                draw(SAVES),
+                totals[step],
+                tuple(sorted(draw(st.sets(st.integers(0, totals[step] - 1))))),
+            )
+            for step in steps
+        }
+
+    return [held() for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(holdings(), st.dictionaries(st.integers(0, 3), SAVES))
+def test_a_step_is_whole_if_the_parts_of_one_save_are(held, far):
+    found, lost = parts.choose(held, far)
+    assert [step for step, *_ in found] == sorted((s for s, *_ in found), reverse=True)
+    for step, save, holders, is_far in found:
+        if save is None:
+            assert step in far
+            continue
+        assert is_far == (far.get(step) == save)
+        for part, processes in holders.items():
+            assert processes or is_far
+            for process in processes:
+                here = held[process][step]
+                assert here.save == save
+                assert part in here.parts
+    whole = {step for step, *_ in found}
+    assert whole.isdisjoint(step for step, _ in lost)
+    assert whole | {step for step, _ in lost} == {s for row in held for s in row} | {
+        *far
+    }
+    for step, missing in lost:
+        for part in missing:
+            saves = {row[step].save for row in held if step in row}
+            assert any(
+                part not in row[step].parts
+                for save in saves
+                for row in held
+                if step in row and row[step].save == save
+            )
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=9), st.integers(0, 3))
+def test_copies_are_spread_over_other_domains(domains, count):
+    keepers = parts.choose_copies(domains, count)
+    for process, chosen in enumerate(keepers):
+        others = [n for n, name in enumerate(domains) if name != domains[process]]
+        assert len(chosen) == min(count, len(others))
+        assert len({*chosen}) == len(chosen)
+        assert {*chosen} <= {*others}
+        used = {domains[n] for n in chosen}
+        assert len(used) == min(len(chosen), len({domains[n] for n in others}))
+
+
+def test_each_process_keeps_as_many_copies():
+    for keepers in (parts.choose_copies("aabb", 1), parts.choose_copies("abcdef", 2)):
+        load = [process for chosen in keepers for process in chosen]
+        assert len({load.count(process) for process in load}) == 1
