@@ -248,6 +248,24 @@ TARGETS: tuple[Target, ...] = (
         )
         for count, limit in ((2, 0.8), (4, 0.9))
     ),
+    Target(
+        "acknowledged save of 4 processes with a directory each, to one process",
+        Series("tier", "acknowledged", "4 processes"),
+        1.1,
+        Series("tier", "acknowledged", "1 process"),
+    ),
+    Target(
+        "copies at peers, to local copies of the files",
+        Series("tier", "copy", "4 processes"),
+        1.5,
+        Series("tier", "local copy", "4 processes"),
+    ),
+    Target(
+        "restore after the loss of one directory of four, to a restore without",
+        Series("tier", "restore after loss", "4 processes"),
+        1.5,
+        Series("tier", "restore", "4 processes"),
+    ),
     *_on_gpu(),
     *_buckets(),
 )

@@ -16,6 +16,7 @@ from benchmarks.cases import (
     processes,
     reshard,
     steps,
+    tier,
     tiny,
     train_state,
 )
@@ -37,6 +38,7 @@ CASES: dict[str, Case] = {
         planning,
         overlap,
         processes,
+        tier,
         reshard,
         buckets,
         gpu,
