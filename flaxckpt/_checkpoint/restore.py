@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
-from flaxckpt import _arrays, _formats, _state, _storage, _util, datasets, errors
+from flaxckpt import (
+    _arrays,
+    _formats,
+    _state,
+    _steps,
+    _storage,
+    _util,
+    datasets,
+    errors,
+)
 from flaxckpt._checkpoint import mismatch, optimizer_init, planner
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
@@ -509,8 +518,20 @@ class Restore:
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""
-        with reader.replacements_reported(self._planned.path, self._stored.stamp):
-            self._values = _arrays.read.read(self._jobs, self._reading)
+        path = self._planned.path
+        with reader.replacements_reported(path, self._stored.stamp):
+            try:
+                self._values = _arrays.read.read(self._jobs, self._reading)
+            except errors.DamagedCheckpointError as error:
+                if (parts := _steps.markers.read_parts(Path(path))) is None:
+                    raise
+                raise errors.DamagedCheckpointError(
+                    f"{error}\n{path} has parts of a step that"
+                    f" {len(parts.files)} processes have saved. `Checkpointer.restore`"
+                    " of all processes reads what is missing from the others, or load"
+                    " the step of the run directory.",
+                    leaves=error.leaves,
+                ) from error.__cause__
 
     def compute(self) -> None:
         """Exchanges the parts of `read_once`, and computes the other leaves."""

@@ -352,6 +352,8 @@ def read_parts(path: Path) -> Parts | None:
     Raises:
         DamagedCheckpointError: The marker cannot be read.
     """
+    if _storage.paths.is_remote(path):  # without a request
+        return None
     try:
         content = (path / PARTS).read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -73,6 +73,7 @@ class CheckpointConfig:
         items: A name, or a list of names.
         staging: A directory on a faster disk, where steps are saved first.
         keep_staging: As `keep`, for the steps in the staging directory.
+        staging_copies: Number of other processes with a copy of each part of a step.
         permissions: A number, or its octal digits: "0o750".
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
@@ -103,6 +104,7 @@ class CheckpointConfig:
     read_once: bool = False
     staging: str | None = None
     keep_staging: tuple[PreservationPolicy, ...] = _run.staging.KEEP
+    staging_copies: int = 0
     permissions: int | None = None
     every_steps: int | None = None
     every_secs: float | None = None
@@ -296,6 +298,7 @@ _PARSERS: Mapping[str, Parser] = {
     "read_once": _parsing.boolean,
     "staging": _parsing.optional(_parsing.path),
     "keep_staging": _parsing.each(_policies.parse),
+    "staging_copies": _parsing.whole(0),
     "permissions": _parsing.mode,
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),

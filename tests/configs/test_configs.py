@@ -109,6 +109,7 @@ NO_DATA = {
     "json": "what a run is, as metadata",
     "sinks": "objects",
     "metrics_from": "a function",
+    "failure_domain": "a function",
     "checkpointer": "an object",
     "dataset": "an object",
     "clock": "a function",

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 import flaxckpt
+from flaxckpt import errors
 from tests.distributed import jobs, states
 
 pytestmark = pytest.mark.multiprocess
@@ -66,6 +67,9 @@ def test_each_process_keeps_its_part_and_the_metadata(saved):
         assert any(name.startswith(f"state/d/{index}.") for name in names)
         assert not any(name.startswith(f"state/d/{other}.") for name in names)
         assert flaxckpt.verify(step).ok
+        with pytest.raises(errors.DamagedCheckpointError) as told:
+            flaxckpt.load(step)
+        assert "has parts of a step that 2 processes have saved" in str(told.value)
 
 
 @pytest.mark.parametrize(
