@@ -258,7 +258,8 @@ def _is_readable(array: Any) -> bool:
         return not array.dtype.hasobject
     if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return False
-    return array.is_fully_addressable or array.is_fully_replicated
+    is_here = bool(array.sharding.addressable_devices)
+    return array.is_fully_addressable or (array.is_fully_replicated and is_here)
 
 
 def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
