@@ -514,7 +514,14 @@ class Restore:
             for source in sources
             if isinstance(source, StoredLeaf)
         ]
-        return _arrays.read_files.find_files([*self._jobs, *derived])
+        try:
+            return _arrays.read_files.find_files([*self._jobs, *derived])
+        except (ValueError, OSError) as error:
+            if isinstance(error, errors.CheckpointError):
+                raise
+            raise errors.DamagedCheckpointError(
+                f"{self._planned.path} is damaged: {error}; restore another step"
+            ) from error
 
     def read(self) -> None:
         """Reads the leaves that need no computation."""

@@ -33,7 +33,7 @@ from flaxckpt import (
 )
 from flaxckpt._checkpoint import commit
 from flaxckpt._checkpoint.commit import Snapshot, WrittenFiles
-from flaxckpt._distributed.messages import ApartError
+from flaxckpt._distributed.messages import LATE, ApartError
 from flaxckpt._distributed.operation import Operation
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._storage.transaction import Transaction
@@ -294,7 +294,7 @@ def _write_own(
         sizes = operation.exchange("committed", str(written.size))
     except BaseException as error:
         operation.fail(error)
-        if is_committed:  # not by all
+        if is_committed and not _is_late(error):  # others have said that they failed
             with contextlib.suppress(OSError, errors.CheckpointError):
                 path = snapshot.request.path
                 _storage.transaction.delete(path, lambda path: None)
@@ -302,6 +302,12 @@ def _write_own(
             raise operation.outcome() from error
         raise
     return written._replace(size=sum(map(int, sizes)))
+
+
+def _is_late(error: BaseException) -> bool:
+    """Returns True if processes may have committed, and cannot say so."""
+    failures = error.failures if isinstance(error, ApartError) else ()
+    return any(failure.kind == LATE for failure in failures)
 
 
 def _write_first(

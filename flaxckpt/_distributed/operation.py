@@ -443,7 +443,7 @@ def find_group(directory: Path) -> ProcessGroup | None:
     """
     if not _util.job.is_distributed():
         return None
-    service = None if USES_FILES else _util.processes.service()
+    service = _util.processes.service() if has_service() else None
     key = directory if service is None else None
     if key not in _groups:
         index, count = _util.processes.process_index(), _util.processes.process_count()
@@ -452,13 +452,18 @@ def find_group(directory: Path) -> ProcessGroup | None:
     return _groups[key]
 
 
+def has_service() -> bool:
+    """Returns True if the processes send messages by jax's coordination service."""
+    return not USES_FILES and _util.processes.service() is not None
+
+
 def start_heartbeats(directory: Path) -> None:
     """Starts heartbeats, to notice the loss of a process from now on.
 
     Waits for no process. Without the coordination service, heartbeats start with the
     first operation.
     """
-    if USES_FILES or _util.processes.service() is None:
+    if not has_service():
         return
     if (group := find_group(directory)) is not None:
         group.start_heartbeats()

@@ -159,11 +159,13 @@ class Connection:
             FileNotFoundError: The peer does not have it.
             OSError: The peer is gone, slow, or sends something else.
         """
+        content = bytearray()
         with self._response(name, 0) as response:
-            content = response.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise OSError(f"{name} has more than {max_bytes} bytes")
-        return content
+            if response.length is None or response.length > max_bytes:
+                raise OSError(f"{name} has more than {max_bytes} bytes")
+            for part in self._receive(name, response, response.length):
+                content += part
+        return bytes(content)
 
     def copy(self, name: str, target: Path, size: int) -> None:
         """Copies a file of `size` bytes, from where an earlier copy has stopped.
@@ -181,17 +183,27 @@ class Connection:
                         f"{name} has {start + (response.length or 0)} bytes at the"
                         f" peer instead of {size}"
                     )
-                secs = self._silent_secs + left / _LEAST_BYTES_PER_SEC
-                deadline = time.monotonic() + secs
-                buffer = memoryview(bytearray(min(_AT_ONCE, max(left, 1))))
-                while left:
-                    count = response.readinto(buffer[: min(left, len(buffer))])
-                    if not count:
-                        raise OSError(f"{name}: the peer has stopped sending")
-                    if time.monotonic() > deadline:
-                        raise OSError(f"{name}: the peer is too slow")
-                    file.write(buffer[:count])
-                    left -= count
+                for part in self._receive(name, response, left):
+                    file.write(part)
+
+    def _receive(
+        self, name: str, response: http.client.HTTPResponse, size: int
+    ) -> Iterator[bytes]:
+        """Yields the content of a response, of `size` bytes, as it comes.
+
+        Raises:
+            OSError: The peer stops before, or is slow.
+        """
+        secs = self._silent_secs + size / _LEAST_BYTES_PER_SEC
+        deadline = time.monotonic() + secs
+        while size:
+            part = response.read1(min(size, _AT_ONCE))  # what has come until now
+            if not part:
+                raise OSError(f"{name}: the peer has stopped sending")
+            if time.monotonic() > deadline:
+                raise OSError(f"{name}: the peer is too slow")
+            size -= len(part)
+            yield part
 
     @contextlib.contextmanager
     def _response(self, name: str, start: int) -> Iterator[http.client.HTTPResponse]:

@@ -564,10 +564,14 @@ class Checkpointer:
         """
         self._session.check_writable("add metrics")
         self.wait()
-        if self._run.changes_steps:
-            with self._run.step_change(step) as path:
-                added = edit.add_metrics(path, metrics, _steps.names.check(step))
-            self.events.emit("measured", step, path=path, metrics=added)
+        added: list[dict[str, float]] = []
+
+        def add(path: Path) -> None:
+            number = _steps.names.check(step)
+            added.append(edit.add_metrics(path, metrics, number))
+
+        if (path := self._run.change(step, add)) is not None:
+            self.events.emit("measured", step, path=path, metrics=added[0])
 
     def explain(self) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
@@ -620,12 +624,10 @@ class Checkpointer:
         """
         self._session.check_writable("delete")
         self.wait()
-        if self._run.changes_steps:
-            if item is None:
-                self._run.delete(step)
-            else:
-                with self._run.step_change(step) as path:
-                    edit.delete_item(path, item)
+        if item is not None:
+            self._run.change(step, lambda path: edit.delete_item(path, item))
+        elif self._run.changes_steps:
+            self._run.delete(step)
 
     def make_permanent(self, step: int) -> None:
         """Makes a temporary step permanent: only policies delete it.

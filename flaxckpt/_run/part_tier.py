@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -123,10 +124,11 @@ class PartTier:
         if self._peers:
             return
         self._own = operation.index
+        hosts = operation.exchange("host", socket.gethostname())
         if self._server is None:
-            self._server = _distributed.peer_files.FileServer(
-                self._root, _util.processes.own_address()
-            )
+            is_one_host = len({*hosts}) == 1
+            host = "127.0.0.1" if is_one_host else _util.processes.own_address()
+            self._server = _distributed.peer_files.FileServer(self._root, host)
         domain = self._options.failure_domain or (lambda index: socket.gethostname())
         # Not named like a step, so nobody takes it for one.
         token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
@@ -221,6 +223,19 @@ class PartTier:
             candidates.append((step, path))
         return candidates, lost
 
+    def adopt_pending(self) -> None:
+        """Copies the metadata of steps to upload that only other processes have."""
+        for sources in self._sources.values():
+            if sources.far is None and not sources.path.exists():
+                try:
+                    peer_copies.copy_metadata(sources, self._mode)
+                except (errors.CheckpointError, OSError) as error:
+                    _log.warning("step %d is not uploaded: %s", sources.step, error)
+
+    def has_sources(self, path: Path) -> bool:
+        """Returns True for a step of which other places may have files."""
+        return path in self._sources
+
     def forget(self, step: int) -> None:
         """Forgets a step that was saved or deleted."""
         self.whole.discard(step)
@@ -269,14 +284,19 @@ class PartTier:
         """Begins to copy the parts of a new step between all processes."""
         if not self.copies:
             return
-        operation = processes.begin("copies", f"the copies of step {step}")
+        # A process that fails before begins none: the number of the step keeps the
+        # operations of the others apart.
+        operation = processes.begin(f"copies.{step}", f"the copies of step {step}")
         assert operation is not None, path
         with self._guard.get():
             self._waiting.append(_Waiting(step, path, operation))
             if self._thread is not None:
                 return
             self._thread = _util.threads.background(self._run, "flaxckpt copies")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: copy on this one
+            self._run()
 
     def wait(self, timeout_secs: float | None) -> list[int]:
         """Waits for copies in progress; returns the steps that are not copied yet."""
@@ -307,11 +327,8 @@ class PartTier:
                 # The newest first; its copies replace those of older steps.
                 *older, newest = self._waiting
             for each in older:
-                left_out = json.dumps("a newer step was saved before")
-                with _distributed.agreement.closing(each.operation):
-                    each.operation.report("copied", left_out)
-                    if each.operation.is_first:
-                        each.operation.first("durable", left_out.__str__)
+                with contextlib.suppress(Exception):  # its copies are of no use
+                    self._leave_out(each)
             try:
                 with _distributed.agreement.closing(newest.operation):
                     self._failure = self._copy(newest)
@@ -323,6 +340,14 @@ class PartTier:
                 self._waiting = [
                     each for each in self._waiting if each not in (*older, newest)
                 ]
+
+    def _leave_out(self, waiting: _Waiting) -> None:
+        """Tells the others that a step is not copied here."""
+        why = json.dumps("a newer step was saved before")
+        with _distributed.agreement.closing(waiting.operation):
+            waiting.operation.report("copied", why)
+            if waiting.operation.is_first:
+                waiting.operation.first("durable", lambda: why)
 
     def _copy(self, waiting: _Waiting) -> str | None:
         """Copies the parts of others to this process; returns why that failed."""

@@ -27,11 +27,15 @@ class Held(NamedTuple):
         save: The identity of the save: parts of other saves do not fit.
         total: Number of parts of the step.
         parts: The parts whose files are all there.
+        created: Nanoseconds since 1970 at the call of the save.
+        is_settled: Whether the step was in the run directory before its last change.
     """
 
     save: str
     total: int
     parts: tuple[int, ...]
+    created: int = 0
+    is_settled: bool = False
 
 
 def identify(path: Path) -> str | None:
@@ -54,7 +58,16 @@ def find_held(path: Path) -> Held | None:
     if save is None:
         return None
     here = [n for n, files in enumerate(parts.files) if _has_all(path, files)]
-    return Held(save, len(parts.files), tuple(here))
+    is_settled = _steps.markers.is_settled(path)
+    return Held(save, len(parts.files), tuple(here), _find_time(path), is_settled)
+
+
+def _find_time(path: Path) -> int:
+    try:
+        row = json.loads((path / _formats.items.CHECKPOINT).read_bytes())
+        return int(row["init_timestamp_nsecs"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
 
 
 def find_parts(path: Path) -> Parts:
@@ -127,8 +140,9 @@ def choose(
 ) -> tuple[list[Whole], list[Lost]]:
     """Returns the steps that are whole, best first, and those that are not.
 
-    Parts of different saves of a step are never mixed. The run directory comes after
-    the processes.
+    Parts of different saves of a step are never mixed. Of these, the newest comes
+    first, but not one that was uploaded, and replaced in the run directory. The run
+    directory comes after the processes.
 
     Args:
         held: What each process has: step -> parts.
@@ -138,14 +152,21 @@ def choose(
     lost: list[Lost] = []
     for step in sorted(far.keys() | {s for steps in held for s in steps}, reverse=True):
         saves: dict[str, dict[int, list[int]]] = {}
+        times: dict[str, int] = {}
+        settled: set[str] = set()
         for process, steps in enumerate(held):
             if (here := steps.get(step)) is None:
                 continue
             holders = saves.setdefault(here.save, {n: [] for n in range(here.total)})
+            times[here.save] = max(here.created, times.get(here.save, 0))
+            settled |= {here.save} if here.is_settled else set()
             for part in here.parts:
                 holders.setdefault(part, []).append(process)
-        for save, holders in saves.items():
+        for save in sorted(saves, key=lambda save: -times[save]):
+            holders = saves[save]
             is_far = far.get(step) == save
+            if save in settled and not is_far and far.get(step) is not None:
+                continue
             if is_far or all(holders.values()):
                 found.append(Whole(step, save, holders, is_far))
         if step in far:

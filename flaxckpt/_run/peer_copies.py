@@ -95,6 +95,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         try:
             _copy_metadata(sources, process, mode)
         except (OSError, ValueError, errors.DamagedCheckpointError) as error:
+            _check_disk(error, sources.path)
             faults.append(f"process {process}: {errors.one_line(error)}")
         else:
             return
@@ -103,6 +104,19 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         + errors.rows(faults or ["no other process has a part of it"])
         + "\nRestore another step."
     )
+
+
+def _check_disk(error: BaseException, path: Path) -> None:
+    """Raises an error that is no damage if the disk of this process is full.
+
+    Raises:
+        CheckpointError: The disk is full.
+    """
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        raise errors.CheckpointError(
+            f"{path} cannot be restored, as the disk of this process is full: {error}"
+            "\nFree space there, then restore again."
+        ) from error
 
 
 def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
@@ -121,6 +135,9 @@ def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
             known = _steps.markers.parse_parts(read(PARTS))
         except FileNotFoundError:
             known = parts.parse_manifest(manifest)
+        (listed,) = parts.parse_manifest(manifest).files
+        if {n: size for part in known.files for n, size in part.items()} != listed:
+            raise ValueError(f"the parts of {path.name} are not those of its manifest")
         files = {parts.MANIFEST: manifest}
         files[PARTS] = known._replace(own=None).content()
         digests = json.loads(manifest)["digests"]
@@ -211,6 +228,8 @@ def copy_parts(
             done, left = _copy_round(sources, aside, left)
             copied += done
         _storage.of(aside).sync_tree(aside)
+        if parts.identify(path) != sources.save:
+            raise FileNotFoundError(f"{path} was replaced meanwhile")
         for request in requests:
             _storage.files.make_parents(path, request.name)
             (aside / request.name).replace(path / request.name)
@@ -263,8 +282,7 @@ def _copy(
         with _distributed.peer_files.Connection(sources.peers[process]) as peer:
             peer.copy(f"{sources.path.name}/{name}", aside / name, request.size)
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise  # no place is to blame
+        _check_disk(error, sources.path)
         faults[name] = errors.one_line(error)
 
 

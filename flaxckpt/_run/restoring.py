@@ -105,7 +105,11 @@ class Restores:
         with _storage.paths.listing_cache(self._run.directory):
             candidates, marked = self._agree_on_steps(step)
             if not fallback:  # try both copies of a step
-                candidates = self._run.copies(*candidates[0])
+                if self._run.is_in_parts:  # the same in all processes
+                    first = candidates[0][0]
+                    candidates = [each for each in candidates if each[0] == first]
+                else:
+                    candidates = self._run.copies(*candidates[0])
                 self._check_unmarked(candidates[0][0], marked)
             self._report_marked(marked)
             return self._restore_first(candidates, request, list(marked))
@@ -170,7 +174,13 @@ class Restores:
             tier = self._run.part_tier
             if tier is not None and (operation is not None or tier.has_parts()):
                 _distributed.agreement.check_same_request(operation, what)
-                return self._agree_on_parts(operation, step), {}
+                candidates = self._agree_on_parts(operation, step)
+                marked = _distributed.agreement.broadcast(
+                    operation,
+                    "marked",
+                    lambda: [*self._marked_beyond(step, candidates).items()],
+                )
+                return candidates, dict(marked)
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
@@ -196,6 +206,8 @@ class Restores:
         """
         assert self._run.part_tier is not None
         found, lost = self._run.part_tier.agree(operation, self._run.list_far)
+        if _util.job.is_first() and not self._read_only:
+            self._run.part_tier.adopt_pending()
         candidates = [each for each in found if step in (None, each[0])]
         newest = candidates[0][0] if candidates else -1
         reasons: dict[int, str] = {}
@@ -340,7 +352,9 @@ class Restores:
             located = locate.Located(path, number, detected)
             stored = located.open(request.options.types)
             options = self._with_undoing(stored.metadata, request)
-            fetch = None if tier is None else functools.partial(tier.fetch, path)
+            fetch = None
+            if tier is not None and tier.has_sources(path):
+                fetch = functools.partial(tier.fetch, path)
             state = _checkpoint.restore.restore(
                 stored, request.state, options, counter, has_read, fetch
             )

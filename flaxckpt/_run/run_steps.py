@@ -301,21 +301,36 @@ class RunSteps:
         """
         yield self.path(step)
 
+    def change(
+        self, step: int, act: Callable[[Path], object], *removed: str
+    ) -> Path | None:
+        """Calls `act` with the path of a step, in the processes that change it.
+
+        Returns:
+            The path; None in a process that leaves the change to others.
+        """
+        if not self.changes_steps:
+            return None
+        try:
+            with self.step_change(step, *removed) as path:
+                act(path)
+        except errors.CheckpointNotFoundError:
+            if _util.job.is_first():
+                raise  # others may lack a part of it
+            return None
+        return path
+
     def pin(self, step: int) -> None:
         """Keeps a step regardless of the policies.
 
         Raises:
             SaveFailedError: The marker could not be written.
         """
-        if self.changes_steps:
-            with self.step_change(step) as path:
-                edit.pin(path)
+        self.change(step, edit.pin)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a step."""
-        if self.changes_steps:
-            with self.step_change(step, _steps.markers.PIN) as path:
-                edit.unpin(path)
+        self.change(step, edit.unpin, _steps.markers.PIN)
 
     def make_permanent(self, step: int) -> None:
         """Makes a temporary step permanent: only policies delete it.
@@ -323,9 +338,7 @@ class RunSteps:
         Raises:
             SaveFailedError: The marker could not be changed.
         """
-        if self.changes_steps:
-            with self.step_change(step, _steps.markers.TEMPORARY) as path:
-                edit.make_permanent(path)
+        self.change(step, edit.make_permanent, _steps.markers.TEMPORARY)
 
     def delete_unkept(
         self,
@@ -346,10 +359,20 @@ class RunSteps:
             self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
 
-    def keep_only(self, steps: Collection[int]) -> None:
-        """Deletes parts of all steps but these, and pinned ones; logs failures."""
+    def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
+        """Deletes parts of steps that process 0 has deleted; logs failures.
+
+        Also of those that it lacks, unless they are pinned or still to be uploaded.
+
+        Args:
+            deleted: The steps that process 0 has just deleted.
+            left: The steps that it has.
+        """
         for step, path in self.retention.index.paths().items():
-            if step in steps or _steps.markers.is_pinned(path):
+            is_kept = _steps.markers.is_pinned(
+                path
+            ) or _steps.markers.is_marked_for_upload(path)
+            if step in left or (is_kept and step not in deleted):
                 continue
             try:
                 edit.delete(path)

@@ -95,8 +95,14 @@ class Saves:
         operation: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
+        tier = self._run.part_tier
+
+        def is_there() -> bool:
+            is_lost = tier is not None and step in tier.lost
+            return not is_lost and step in self._run.known_paths()
+
         if request.on_exists == "skip" and _distributed.agreement.broadcast(
-            operation, "there", lambda: step in self._run.known_paths()
+            operation, "there", is_there
         ):
             if operation is not None:
                 operation.close()
@@ -154,6 +160,11 @@ class Saves:
             self._run.check_replaceable(step)
         else:
             self._run.check_free(step)
+        replaces = overwrite
+        if request.is_part:
+            replaces = _distributed.agreement.broadcast(
+                operation, "overwrite", lambda: overwrite
+            )
 
         def emit_started(**details: Any) -> None:
             self._run.events.emit(
@@ -167,7 +178,7 @@ class Saves:
             on_planned=emit_started,
             count=counter.add,
             operation=operation,
-            markers=self._run.markers_of_new(step, overwrite=overwrite),
+            markers=self._run.markers_of_new(step, overwrite=replaces),
             sampler=_arrays.sample.Sampler() if self.has_statistics else None,
         )
 
@@ -216,14 +227,14 @@ class Saves:
 
         def delete_unkept() -> list[Sequence[int]]:
             deleted = self._run.delete_unkept(just_saved=step, is_awaited=is_awaited)
-            return [deleted, [*self._run.retention.index.paths()]]  # and what stays
+            return [deleted, [*self._run.retention.index.paths()]]  # and what is left
 
         # The step is committed: a slow deletion must not fail the other processes.
         deleted, left = _distributed.agreement.broadcast(
             request.operation, "deleted", delete_unkept, is_patient=True
         )
         if request.is_part and not _util.job.is_first():
-            self._run.keep_only(left)
+            self._run.follow(deleted, left)
         total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -114,11 +115,16 @@ class Session:
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
 
+        With parts, if any process does: the disk of process 0 may be new.
+
         All processes call this at the same point.
         """
         operation = self.processes.begin("look", "the steps")
         with _distributed.agreement.closing(operation, saving=False):
             self.saves.end()
+            if operation is not None and self.run.is_in_parts:
+                rows = operation.exchange("there", json.dumps(self.run.has_any()))
+                return any(map(json.loads, rows))
             return bool(
                 _distributed.agreement.broadcast(operation, "there", self.run.has_any)
             )

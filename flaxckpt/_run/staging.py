@@ -127,6 +127,11 @@ def _resolve(staging: Staging, directory: Path) -> Path:
             f"staging={path} and {directory} must be separate directories; neither may"
             " contain the other"
         )
+    if _util.job.is_distributed() and not _distributed.operation.has_service():
+        raise errors.OptionError(
+            "staging with several processes needs jax's coordination service, which"
+            " this version of jax does not show: leave out staging"
+        )
     try:
         with _storage.permissions.explain_errors(path / _OWNER):
             owner = (path / _OWNER).read_text(encoding="utf-8").strip()
@@ -373,6 +378,8 @@ class StagedSteps(run_steps.RunSteps):
     def step_change(self, step: int, *removed: str) -> Iterator[Path]:
         path = self.path(step)
         if self.tier(path) == "directory":
+            if not _util.job.is_first():
+                raise errors.CheckpointNotFoundError(f"{path} is changed by process 0")
             yield path
             return
         with self.uploads.change_lock.get():
@@ -508,6 +515,8 @@ class StagedSteps(run_steps.RunSteps):
             SaveFailedError: The newest step of either directory is damaged.
         """
         deleted = {*super().prune()}
+        if not _util.job.is_first():
+            return ()
         with self.uploads.step_lock.get():
             if not self.uploads.changed():
                 deleted |= {*self.uploads.delete_unkept()}

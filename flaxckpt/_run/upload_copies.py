@@ -114,9 +114,16 @@ def make(
     marks |= _steps.markers.pin_of(path)
     with _checkpoint.commit.replacing(final, overwrite=overwrite, mode=mode) as new:
         absent = _assign(path, new.directory, operation)
-        marker = new.copy(path, lambda name: _belongs(name) and str(name) not in absent)
-        if operation is not None:
-            operation.gather("copied")
+        try:
+            marker = new.copy(
+                path, lambda name: _belongs(name) and str(name) not in absent
+            )
+            if operation is not None:
+                operation.gather("copied")
+        except BaseException as error:
+            if operation is not None:  # others may still write there
+                operation.fail(error, stage="copied")
+            raise
         new.write(marks)
         return new.commit(marker).size
 

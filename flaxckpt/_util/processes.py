@@ -28,17 +28,27 @@ def has_joined() -> bool:
 
 
 def own_address() -> str:
-    """Returns the address of this machine from which it reaches process 0."""
+    """Returns the address of this machine in the network of the job."""
     try:
         from jax._src import distributed  # no public way to ask
 
         host = str(distributed.global_state.coordinator_address).rpartition(":")[0]
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), 1)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address[:2])  # sends nothing
-            return str(probe.getsockname()[0])
+        found = _address_towards(host.strip("[]"))
+        # A machine may know its own name, that of process 0, as a loopback address.
+        return _address_towards("192.0.2.1") if _is_loopback(found) else found
     except (ImportError, AttributeError, OSError):
         return socket.gethostbyname(socket.gethostname())
+
+
+def _address_towards(host: str) -> str:
+    family, _, _, _, address = socket.getaddrinfo(host, 1)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address[:2])  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:

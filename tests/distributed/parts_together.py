@@ -57,6 +57,13 @@ def restore(ckpt, rank, given, mesh="rows", more=0):
     return step
 
 
+def restore_or_init(ckpt, rank, given):
+    on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
+    state, step = on_step.restore_or_init(states.everything(0, "rows"))
+    states.check(state, step, "rows")
+    return step
+
+
 def failing_restore(ckpt, rank, given, mesh="rows"):
     try:
         ckpt.restore(states.abstract(mesh))
@@ -111,6 +118,7 @@ DO = {
         save,
         save_other,
         restore,
+        restore_or_init,
         failing_restore,
         failing_save,
         wait_for_copies,

@@ -21,7 +21,8 @@ def killed(directory, *do, count=2, **given):
     given = {"do": [*do, ["kill"]], **given}
     with jobs.Job("parts", count, directory, **given) as job:
         for code, _, err in job.ends():
-            assert code == -9, err[-3000:]
+            # Without process 0, jax aborts the others.
+            assert code in (-9, -6), err[-3000:]
 
 
 def remove_steps(directory):
@@ -181,6 +182,24 @@ def test_a_lost_machine_costs_no_read_from_the_run_directory(tmp_path):
     assert all(each["from_directory"] == 0 for each in said)
     assert "copied" in said[0]["events"]
     assert flaxckpt.verify(tmp_path / "run/3").ok
+
+
+def test_process_0_may_lose_its_disk_and_no_step_is_lost(tmp_path):
+    do = [["save", 1], ["save", 2], ["save", 3], ["wait_for_copies"]]
+    run(tmp_path, *do, copies=1, keep=3)
+    remove_steps(tmp_path / "run")
+    for step in (1, 2, 3):  # as if nothing had been uploaded
+        (tmp_path / f"local-1/{step}/NOT_UPLOADED").write_text("{}")
+    shutil.rmtree(tmp_path / "local-0")
+    do = [["restore_or_init"], ["save", 4], ["wait_for_uploads"]]
+    said = run(tmp_path, *do, copies=1, keep=3)
+    assert all(each["restore_or_init"] == 3 for each in said)
+    for step in (3, 4):
+        assert flaxckpt.verify(tmp_path / f"run/{step}").ok
+    for step in (1, 2):  # only what has all parts can be uploaded
+        assert (tmp_path / f"local-1/{step}").exists() or (
+            tmp_path / f"run/{step}"
+        ).exists()
 
 
 @pytest.mark.slow

@@ -183,6 +183,18 @@ def test_a_step_is_whole_if_the_parts_of_one_save_are(held, far):
             )
 
 
+def test_the_newest_save_of_a_step_comes_first():
+    old = parts.Held("old", 1, (0,), created=1)
+    new = parts.Held("new", 1, (0,), created=2)
+    found, _ = parts.choose([{5: old}, {5: new}], {})
+    assert [whole.save for whole in found] == ["new", "old"]
+    uploaded = old._replace(is_settled=True)
+    found, _ = parts.choose([{5: uploaded}], {5: "later"})
+    assert [whole.save for whole in found] == [None]
+    found, _ = parts.choose([{5: uploaded}], {5: "old"})
+    assert [whole.save for whole in found] == ["old", None]
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=9), st.integers(0, 3))
 def test_copies_are_spread_over_other_domains(domains, count):
     keepers = parts.choose_copies(domains, count)

@@ -882,6 +882,17 @@ def test_a_single_process_may_name_its_staging_by_its_index(tmp_path, is_functio
         assert ckpt.restore() == {"x": 1}
 
 
+@pytest.mark.parametrize("name", ["state/d/tree", "state/manifest.ocdbt"])
+def test_a_damaged_index_in_staging_is_read_from_the_directory(tmp_path, name):
+    staging = tmp_path / "ssd"
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(1, {"x": np.arange(9)})
+    index = staging / "1" / name
+    index.write_bytes(bytes([index.read_bytes()[0] ^ 1]) + index.read_bytes()[1:])
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        assert np.array_equal(ckpt.restore()["x"], np.arange(9))
+
+
 def test_copies_need_staging(tmp_path):
     with pytest.raises(errors.OptionError, match="staging_copies needs a staging"):
         flaxckpt.Checkpointer(tmp_path / "run", staging_copies=1)
