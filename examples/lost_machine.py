@@ -78,7 +78,7 @@ def train(root: Path, machines: list[int], *, stop_at: int | None) -> None:
             report(f"the state has the digest {digest(state, everywhere)}")
         for event in restored:
             far = event.details["from_directory"]
-            print(f"process {jax.process_index()}: {far} bytes from afar", flush=True)
+            write_line(f"process {jax.process_index()}: {far} bytes from afar")
         for step in range(start + 1, STEPS + 1):
             state = train_step(state)
             on_step(step, state)
@@ -99,7 +99,13 @@ def digest(state: TrainState, everywhere: NamedSharding) -> str:
 def report(text: str) -> None:
     """Prints a line, in process 0."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        write_line(text)
+
+
+def write_line(text: str) -> None:
+    """Prints a line in one piece: the processes share the output."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def run_job(root: Path, machines: list[int], *, stop_at: int = 0) -> bool:
