@@ -283,7 +283,7 @@ def _write_own(
                 )
                 operation.report("written", json.dumps(report))
                 last, parts = _receive(operation)
-            marker = _steps.markers.Parts(operation.index, parts).content()
+            marker = _steps.markers.StepParts(operation.index, parts).content()
             written = commit.commit_files(
                 snapshot,
                 transaction,

@@ -131,7 +131,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Logs nothing: a job reads thousands of files."""
 
 
-class Connection:
+class PeerConnection:
     """A connection to the server of another process.
 
     Args:
@@ -146,7 +146,7 @@ class Connection:
             peer.host, peer.port, timeout=silent_secs
         )
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> PeerConnection:
         return self
 
     def __exit__(self, *error: object) -> None:

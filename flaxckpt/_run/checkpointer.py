@@ -182,6 +182,7 @@ class Checkpointer:
             processes=processes,
             mode=options.mode,
         )
+        _check_layout_of_parts(self._run, options.layout)
         self.directory = self._run.directory
         self.events = self._run.events
         self.keep = rules.keep
@@ -700,6 +701,16 @@ class Checkpointer:
     def _repr_html_(self) -> str:
         """Returns an HTML card of the current steps, without reading arrays."""
         return card.of_run(self, self._session.rules, self._run.path)
+
+
+def _check_layout_of_parts(run: run_steps.RunSteps, layout: ArrayLayout) -> None:
+    """Raises OptionError for zarr 2 in the staging directories of several processes."""
+    if run.is_in_parts and layout.zarr_version == 2:
+        raise errors.OptionError(
+            "ArrayLayout(zarr_version=2) needs a digest of each file, and no process"
+            " can read those in the staging directories of the others: leave out"
+            " zarr_version, or leave out staging"
+        )
 
 
 def _choose_action(

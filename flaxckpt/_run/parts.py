@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _formats, _steps, _storage, errors
-from flaxckpt._steps.markers import Parts
+from flaxckpt._steps.markers import StepParts
 
 MARKER, MANIFEST = _storage.transaction.MARKER, _formats.orbax_json.MANIFEST
 
@@ -70,7 +70,7 @@ def _find_time(path: Path) -> int:
         return 0
 
 
-def find_parts(path: Path) -> Parts:
+def find_parts(path: Path) -> StepParts:
     """Returns the parts of a step; one, of a step in one directory.
 
     Raises:
@@ -82,7 +82,7 @@ def find_parts(path: Path) -> Parts:
     return parts or parse_manifest((path / MANIFEST).read_bytes())
 
 
-def parse_manifest(content: bytes) -> Parts:
+def parse_manifest(content: bytes) -> StepParts:
     """Returns the only part of a step in one directory.
 
     Raises:
@@ -90,7 +90,7 @@ def parse_manifest(content: bytes) -> Parts:
     """
     try:
         files = json.loads(content)["files"]
-        return Parts(0, ({str(name): int(size) for name, size in files.items()},))
+        return StepParts(0, ({str(name): int(size) for name, size in files.items()},))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the manifest names no files: {error}") from None
 

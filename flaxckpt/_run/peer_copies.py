@@ -121,7 +121,7 @@ def _check_disk(error: BaseException, path: Path) -> None:
 
 def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
     path = sources.path
-    with _distributed.peer_files.Connection(sources.peers[process]) as peer:
+    with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
 
         def read(name: str) -> bytes:
             name = f"{path.name}/{_check_name(name)}"
@@ -279,7 +279,7 @@ def _copy(
             assert sources.far is not None
             _copy_far(sources.far, name, aside / name, request.size)
             return
-        with _distributed.peer_files.Connection(sources.peers[process]) as peer:
+        with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
             peer.copy(f"{sources.path.name}/{name}", aside / name, request.size)
     except (OSError, ValueError) as error:
         _check_disk(error, sources.path)

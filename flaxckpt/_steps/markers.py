@@ -42,7 +42,7 @@ directory lacks the step, or the latest markers and metrics of the step."""
 
 PARTS = "PARTS"
 """Marker of a step of which each process of a job has a part, in a directory of its
-own; contains `Parts` in JSON."""
+own; contains `StepParts` in JSON."""
 
 _CONTENT = b"1\n"
 
@@ -322,7 +322,7 @@ def unmark_upload(path: Path) -> None:
     _remove(path, NOT_UPLOADED)
 
 
-class Parts(NamedTuple):
+class StepParts(NamedTuple):
     """The files of a step that the processes of a job have written.
 
     Attributes:
@@ -346,7 +346,7 @@ class Parts(NamedTuple):
         return {name: file for name, file in files.items() if name not in absent}
 
 
-def read_parts(path: Path) -> Parts | None:
+def read_parts(path: Path) -> StepParts | None:
     """Returns the parts of the step at `path`; None for a step in one directory.
 
     Raises:
@@ -366,7 +366,7 @@ def read_parts(path: Path) -> Parts | None:
         ) from None
 
 
-def parse_parts(content: bytes) -> Parts:
+def parse_parts(content: bytes) -> StepParts:
     """Returns the content of the marker of parts.
 
     Raises:
@@ -379,7 +379,7 @@ def parse_parts(content: bytes) -> Parts:
             for part in row["files"]
         )
         own = None if row["own"] is None else int(row["own"])
-        parts = Parts(own, files)
+        parts = StepParts(own, files)
         if parts.own is not None and not 0 <= parts.own < len(files):
             raise ValueError(f"process {parts.own} of {len(files)}")
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -16,6 +16,14 @@ def run(directory, rank, given):
     names = given.get("directories")  # of the directories, by process
     if names is not None:
         staging = names[rank]
+    if "zarr_version" in given:
+        layout = flaxckpt.ArrayLayout(zarr_version=given["zarr_version"])
+        try:
+            flaxckpt.Checkpointer(
+                directory, staging=f"{directory}-{rank}", layout=layout
+            )
+        except errors.OptionError as error:
+            return {"refused": str(error)}
     ckpt = flaxckpt.Checkpointer(
         directory / "run",
         staging=f"{directory}/{staging}",

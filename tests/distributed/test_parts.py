@@ -220,6 +220,12 @@ def test_two_processes_with_one_directory_are_refused(tmp_path):
         assert "process 0, process 1 have the same staging directory" in text
 
 
+@pytest.mark.slow
+def test_zarr_2_is_refused_at_opening(tmp_path):
+    said = run(tmp_path / "run", zarr_version=2)
+    assert all("leave out zarr_version" in each["refused"] for each in said)
+
+
 def test_a_deleted_step_does_not_come_back(tmp_path):
     do = [["save", 1], ["save", 2], ["wait_for_copies"], ["wait_for_uploads"]]
     said = run(tmp_path, *do, ["delete", 2], ["restore"], copies=1, keep=2)

@@ -24,7 +24,7 @@ def server(tmp_path):
 
 
 def connected(server, **changed):
-    return peer_files.Connection(server.peer._replace(**changed))
+    return peer_files.PeerConnection(server.peer._replace(**changed))
 
 
 def test_a_file_is_copied_with_its_bytes(server, tmp_path):
@@ -125,7 +125,7 @@ def test_a_peer_that_lies_or_is_silent_raises_an_error(answer, tmp_path):
     with (
         answering(answer) as peer,
         told,
-        peer_files.Connection(peer, silent_secs=0.5) as connection,
+        peer_files.PeerConnection(peer, silent_secs=0.5) as connection,
     ):
         connection.copy("file", tmp_path / "copy", 10)
 
