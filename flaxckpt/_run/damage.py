@@ -33,7 +33,7 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
         if _find_loss(report) is not None:
             again = _checkpoint.verify.verify_checkpoint(path, report.step)
             leaves = again.damaged_leaves
-            _mark(path, report.step, _find_loss(again), events, leaves)
+            mark(path, report.step, _find_loss(again), events, leaves)
         elif report.ok:
             unmark(path, report.step, events)
     except OSError as error:
@@ -55,21 +55,22 @@ def _find_loss(report: VerifyReport) -> str | None:
     return None
 
 
-def mark(path: Path, step: int | None, events: Stream) -> None:
-    """Marks a step that could not be restored, if damage is proved.
-
-    Reads the step once more: a disk or a network may fail for a moment.
-    """
-    _mark(path, step, _checkpoint.verify.find_damage(path, step), events)
-
-
-def _mark(
+def mark(
     path: Path,
     step: int | None,
     reason: str | None,
     events: Stream,
     leaves: Collection[LeafPath] | None = None,
 ) -> None:
+    """Marks a step as damaged.
+
+    Args:
+        path: The step.
+        step: Its number.
+        reason: The proved damage; None if there is none: the step is not marked.
+        events: The events of the run.
+        leaves: The damaged leaves; None if unknown.
+    """
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return

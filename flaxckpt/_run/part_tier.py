@@ -175,17 +175,24 @@ class PartTier:
         )
 
     def agree(
-        self, operation: Operation | None, list_far: Callable[[], Mapping[int, Path]]
+        self,
+        operation: Operation | None,
+        list_far: Callable[[], Mapping[int, Path]],
+        step: int | None,
     ) -> tuple[list[tuple[int, Path]], list[Lost]]:
         """Returns the steps that can be restored, best first, and those that cannot.
 
         Args:
             operation: The operation of all processes; None for a single process.
             list_far: Lists the run directory; called in process 0.
+            step: A step to include although it is marked as damaged.
         """
+        paths = self._index.paths()
+        marked = self._index.damaged_paths() if step is not None else {}
+        paths |= {number: marked[number] for number in marked.keys() & {step}}
         mine = {
             step: here
-            for step, path in self._index.paths().items()
+            for step, path in paths.items()
             if (here := parts.find_held(path)) is not None
         }
         held = [mine]

@@ -71,7 +71,7 @@ def _find_time(path: Path) -> int:
 
 
 def find_parts(path: Path) -> StepParts:
-    """Returns the parts of a step; one, of a step in one directory.
+    """Returns the parts of a step, without deleted items; one, of a single process.
 
     Raises:
         DamagedCheckpointError: The marker of parts is damaged.
@@ -79,7 +79,9 @@ def find_parts(path: Path) -> StepParts:
         OSError: The manifest is missing, or cannot be read.
     """
     parts = _steps.markers.read_parts(path)
-    return parts or parse_manifest((path / MANIFEST).read_bytes())
+    parts = parts or parse_manifest((path / MANIFEST).read_bytes())
+    deleted = _steps.markers.deleted_items(_storage.of(path).names(path))
+    return parts.without(deleted) if deleted else parts
 
 
 def parse_manifest(content: bytes) -> StepParts:

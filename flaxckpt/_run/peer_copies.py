@@ -22,12 +22,14 @@ from flaxckpt import (
     errors,
 )
 from flaxckpt._run import parts
-from flaxckpt._steps.markers import PARTS
+from flaxckpt._steps.markers import PARTS, StepParts
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.peer_files import Peer
 
 _log = logging.getLogger(__name__)
+
+_commit_marker = _formats.native_contents.commit_marker
 
 _THREADS = 4
 """Files copied at a time."""
@@ -83,27 +85,85 @@ class Copied(NamedTuple):
 
 
 def copy_metadata(sources: Sources, mode: int | None) -> None:
-    """Copies the metadata of a step, unless this process has it.
+    """Copies the metadata of a step, unless this process has it whole.
 
     Raises:
         DamagedCheckpointError: No other process has it.
     """
-    if parts.identify(sources.path) == sources.save:
+    path = sources.path
+    is_same = parts.identify(path) == sources.save
+    if is_same and _is_whole(path):
         return
     faults = []
     for process in sources.others():
         try:
-            _copy_metadata(sources, process, mode)
+            files, marker = _read_metadata(sources, process)
         except (OSError, ValueError, errors.DamagedCheckpointError) as error:
-            _check_disk(error, sources.path)
             faults.append(f"process {process}: {errors.one_line(error)}")
-        else:
+            continue
+        if is_same:
+            _mend(path, files)
             return
+        try:
+            with _checkpoint.commit.replacing(path, overwrite=True, mode=mode) as new:
+                new.write(files)
+                new.commit(marker)
+        except OSError as error:
+            _check_disk(error, path)
+            raise
+        return
     raise errors.DamagedCheckpointError(
         f"the metadata of step {sources.step} is at no process:\n"
         + errors.rows(faults or ["no other process has a part of it"])
         + "\nRestore another step."
     )
+
+
+def _is_whole(path: Path) -> bool:
+    """Returns True if the metadata here is what the commit marker stands for."""
+    try:
+        known = parts.find_parts(path)
+        manifest = (path / parts.MANIFEST).read_bytes()
+        deleted = _steps.markers.deleted_items(_storage.of(path).names(path))
+        if (path / parts.MARKER).read_bytes() != _commit_marker(manifest):
+            return False
+        return all(
+            _storage.files.digest((path / name).read_bytes()) == digest
+            for name, digest in _digests(manifest, known, deleted).items()
+        )
+    except (OSError, ValueError, errors.DamagedCheckpointError):
+        return False
+
+
+def _digests(
+    manifest: bytes, known: StepParts, deleted: Collection[str]
+) -> dict[str, str]:
+    """Returns the metadata files of the items that are left -> their digests."""
+    data = {name for part in known.files for name in part}
+    digests = json.loads(manifest)["digests"]
+    return {
+        name: digests[name]
+        for name in digests.keys() - data
+        if _steps.markers.top(name) not in deleted
+    }
+
+
+def _mend(path: Path, files: Mapping[str, bytes]) -> None:
+    """Replaces metadata that differs from `files`; markers stay."""
+    for name, content in files.items():
+        if name in _MARKERS or name in _formats.items.UNDIGESTED - {parts.MANIFEST}:
+            continue
+        try:
+            if name == PARTS:
+                _steps.markers.read_parts(path)
+                continue
+            found: bytes | None = (path / name).read_bytes()
+        except (OSError, errors.DamagedCheckpointError):
+            found = None
+        if found != content:
+            _log.warning("%s is damaged, and copied again", path / name)
+            _storage.files.make_parents(path, name)
+            _storage.of(path).replace(path / name, content)
 
 
 def _check_disk(error: BaseException, path: Path) -> None:
@@ -119,7 +179,13 @@ def _check_disk(error: BaseException, path: Path) -> None:
         ) from error
 
 
-def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
+def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], bytes]:
+    """Returns the metadata of a step at another process, and its commit marker.
+
+    Raises:
+        ValueError: It is damaged there, or of another save.
+        OSError: The process is gone, or lacks it.
+    """
     path = sources.path
     with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
 
@@ -128,7 +194,7 @@ def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
             return peer.read(name, _formats.orbax_json.MAX_BYTES)
 
         marker, manifest = read(parts.MARKER), read(parts.MANIFEST)
-        is_same = marker == _formats.native_contents.commit_marker(manifest)
+        is_same = marker == _commit_marker(manifest)
         if not is_same or _storage.files.digest(marker) != sources.save:
             raise ValueError(f"{path.name} is another save there")
         try:
@@ -140,18 +206,22 @@ def _copy_metadata(sources: Sources, process: int, mode: int | None) -> None:
             raise ValueError(f"the parts of {path.name} are not those of its manifest")
         files = {parts.MANIFEST: manifest}
         files[PARTS] = known._replace(own=None).content()
+        deleted = set()
         digests = json.loads(manifest)["digests"]
-        for name in digests.keys() - {name for part in known.files for name in part}:
+        for item in {_steps.markers.top(name) for name in {*listed, *digests}}:
+            mark = _steps.markers.deletion_marker(item)
+            with contextlib.suppress(FileNotFoundError):
+                files[mark] = read(mark)
+                deleted.add(item)
+        for name, digest in _digests(manifest, known, deleted).items():
             files[name] = read(name)
             found = _storage.files.digest(files[name])
-            _storage.files.check_digest(name, found, digests[name])
+            _storage.files.check_digest(name, found, digest)
         rest = _formats.items.UNDIGESTED - {parts.MARKER, *files}
         for name in (*rest, *_MARKERS):
             with contextlib.suppress(FileNotFoundError):
                 files[name] = read(name)
-    with _checkpoint.commit.replacing(path, overwrite=True, mode=mode) as new:
-        new.write(files)
-        new.commit(marker)
+    return files, marker
 
 
 def _check_name(name: str) -> str:

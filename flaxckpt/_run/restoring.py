@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -205,7 +206,7 @@ class Restores:
             CheckpointNotFoundError: There are none, or not this one.
         """
         assert self._run.part_tier is not None
-        found, lost = self._run.part_tier.agree(operation, self._run.list_far)
+        found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
         if _util.job.is_first() and not self._read_only:
             self._run.part_tier.adopt_pending()
         candidates = [each for each in found if step in (None, each[0])]
@@ -417,9 +418,19 @@ class Restores:
     ) -> None:
         """Marks steps proved to be damaged, and unmarks a step proved to be good.
 
-        Reads each step once more: a disk or a network may fail for a moment.
+        Reads each step once more: a disk or a network may fail for a moment. Of a step
+        in parts, each process reads what it has; damage of any is marked at all.
         """
-        if self._read_only or not _util.job.is_first():
+        if self._read_only:
+            return
+        tier = self._run.part_tier
+        in_parts = [
+            each for each in left_out if tier is not None and tier.has_sources(each[1])
+        ]
+        for worse, there in in_parts:
+            self._mark_parts(worse, there)
+        is_ours = tier is not None and tier.has_sources(path)
+        if not _util.job.is_first() and not is_ours:
             return
         try:
             if (
@@ -428,8 +439,26 @@ class Restores:
             ):
                 damage.unmark(path, number, self._run.events)
             for worse, there in left_out:
-                if _steps.markers.read_parts(there) is not None:
-                    continue  # others may have what is missing here
-                damage.mark(there, worse, self._run.events)
+                if _util.job.is_first() and (worse, there) not in in_parts:
+                    why = _checkpoint.verify.find_damage(there, worse)
+                    damage.mark(there, worse, why, self._run.events)
         except OSError as error:
             _log.warning("damaged steps could not be marked: %s", error)
+
+    def _mark_parts(self, step: int, path: Path) -> None:
+        """Marks a step at all processes if its part at one of them is damaged."""
+        operation = self._processes.begin("mark", f"the damage of step {step}")
+        with _distributed.agreement.closing(operation, saving=False):
+            mine = None
+            if path.exists():
+                mine = _checkpoint.verify.find_damage(path, step)
+            told = [json.dumps(mine)]
+            if operation is not None:
+                told = operation.exchange("damage", *told)
+        reasons = {n: why for n, text in enumerate(told) if (why := json.loads(text))}
+        text = "; ".join(f"process {n}: {why}" for n, why in reasons.items())
+        try:
+            if path.exists():
+                damage.mark(path, step, text or None, self._run.events)
+        except OSError as error:
+            _log.warning("step %d could not be marked as damaged: %s", step, error)

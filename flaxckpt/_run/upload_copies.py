@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
-from flaxckpt._run.parts import find_held
+from flaxckpt._run.parts import find_held, find_parts
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation
@@ -134,9 +134,10 @@ def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[
     Raises:
         DamagedCheckpointError: No process has a part.
     """
-    parts, held = _steps.markers.read_parts(path), find_held(path)
-    if parts is None or held is None:
+    held = find_held(path)
+    if held is None or _steps.markers.read_parts(path) is None:
         return frozenset()
+    parts = find_parts(path)
     rows = [json.dumps(held.parts)]
     if operation is not None:
         operation.first("next", lambda: json.dumps([path.name, held.save]))

@@ -159,12 +159,12 @@ def make_permanent(path: Path) -> None:
 def mark_item_deleted(path: Path, item: str) -> None:
     """Marks an item of the step at `path` as deleted on purpose."""
     if not is_item_deleted(path, item):
-        _write(path, _deletion_marker(item), _CONTENT)
+        _write(path, deletion_marker(item), _CONTENT)
 
 
 def is_item_deleted(path: Path, item: str) -> bool:
     """Returns True if an item of the step at `path` was deleted on purpose."""
-    return (path / _deletion_marker(item)).is_file()
+    return (path / deletion_marker(item)).is_file()
 
 
 def deleted_items(names: Collection[str]) -> frozenset[str]:
@@ -177,7 +177,8 @@ def deleted_items(names: Collection[str]) -> frozenset[str]:
     return frozenset(deleted | ({_DATASET} if DATASET_DELETED in names else set()))
 
 
-def _deletion_marker(item: str) -> str:
+def deletion_marker(item: str) -> str:
+    """Returns the name of the marker of an item that was deleted on purpose."""
     return DATASET_DELETED if item == _DATASET else f"{_ITEM_DELETED}{item}"
 
 
@@ -339,11 +340,24 @@ class StepParts(NamedTuple):
         """Returns the content of the marker."""
         return json.dumps(self._asdict()).encode()
 
+    def without(self, items: Collection[str]) -> StepParts:
+        """Returns the parts without the files of deleted items."""
+        kept = [
+            {name: size for name, size in part.items() if top(name) not in items}
+            for part in self.files
+        ]
+        return self._replace(files=tuple(kept))
+
     def select(self, files: Mapping[str, _T]) -> dict[str, _T]:
         """Returns those of the files of the step that must be in this directory."""
         parts = enumerate(self.files)
         absent = {name for n, part in parts if n != self.own for name in part}
         return {name: file for name, file in files.items() if name not in absent}
+
+
+def top(name: str) -> str:
+    """Returns the item of a file, by its path in the step."""
+    return name.partition("/")[0]
 
 
 def read_parts(path: Path) -> StepParts | None:

@@ -453,6 +453,8 @@ class CheckpointCallback:
             _log.error("a save failed, and another is tried: %s", error)
         outcome, has_saved = self._save_in_time(completed, notice)
         self.checkpointer.wait()
+        if self._preemption.exits:
+            outcome += self._wait_for_copies(notice)
         self._report_stop(completed.step, notice, outcome)
         if self._preemption.exits:
             self._last = None
@@ -466,8 +468,7 @@ class CheckpointCallback:
         """Saves the step, or only its parameters if the time is short.
 
         Returns the end of the sentence "step 3 …", and True if this call saved the
-        whole
-        step.
+        whole step.
         """
         if self._session.saves.has_saved(completed.step):
             return "was already saved", False
@@ -491,6 +492,19 @@ class CheckpointCallback:
                 on_exists=self._on_exists,
             )
             return "is saved", True
+
+    def _wait_for_copies(self, notice: Notice) -> str:
+        """Waits for copies at other processes, while time is left.
+
+        Returns the end of a sentence if they are not durable.
+        """
+        left = self._grace.left(notice)
+        try:
+            self.checkpointer.wait_for_copies(None if left is None else max(left, 0.0))
+        except errors.CheckpointError as error:
+            _log.warning("%s", error)
+            return ", but not copied to other processes"
+        return ""
 
     def _report_stop(self, step: int, notice: Notice, outcome: str) -> None:
         action = "exits" if self._preemption.exits else "continues"

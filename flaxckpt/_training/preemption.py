@@ -15,8 +15,7 @@ class Preemption:
 
     If `watches`, they are signals and those of jax's preemption service. With the
     `exit_code` None, the program continues to run. `is_handled` is True once the
-    request
-    has been handled.
+    request has been handled.
     """
 
     def __init__(

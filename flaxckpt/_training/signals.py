@@ -227,11 +227,18 @@ class Grace:
         self._secs = secs
         self._clock = clock
 
+    def left(self, notice: Notice) -> float | None:
+        """Returns the seconds that are left; None if unknown."""
+        if self._secs is None:
+            return None
+        return self._secs - (self._clock() - notice.at)
+
     def is_enough(self, notice: Notice) -> bool:
         """Returns True unless a whole save is known to take too long."""
         if self._secs is None or self.save_secs is None:
             return True
-        left = self._secs - (self._clock() - notice.at)
+        left = self.left(notice)
+        assert left is not None
         if self.save_secs > left:
             _log.warning(
                 "%s: %.1f s are left, but a save takes %.1f s",

@@ -108,6 +108,18 @@ def delete(ckpt, rank, given, step):
     ckpt.delete(step)
 
 
+def save_note(ckpt, rank, given, step):
+    ckpt.save(step, states.everything(step, "rows"), json={"note": [step]}).wait()
+
+
+def delete_item(ckpt, rank, given, step, item):
+    ckpt.delete(step, item=item)
+
+
+def restore_step(ckpt, rank, given, step):
+    states.check(ckpt.restore(states.abstract("rows"), step=step), step, "rows")
+
+
 def pin(ckpt, rank, given, step):
     ckpt.pin(step)
 
@@ -134,6 +146,9 @@ DO = {
         kill,
         pause,
         delete,
+        delete_item,
+        save_note,
+        restore_step,
         pin,
         verify,
         steps,

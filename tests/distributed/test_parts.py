@@ -148,6 +148,50 @@ def test_damage_without_another_place_is_never_read(parts):
     assert all(name == "DamagedCheckpointError" for name, _ in told)
 
 
+def test_damage_that_nothing_can_mend_is_marked_at_all_processes(tmp_path):
+    run(tmp_path, ["save", 1], ["save", 2], keep=2)
+    remove_steps(tmp_path / "run")
+    for file in (tmp_path / "local-1/2/state/d").glob("1.*"):
+        flip(file if file.is_file() else next(file.iterdir()))
+    said = run(tmp_path, ["restore"], ["steps"], keep=2)
+    assert all(each["restore"] == 1 and each["steps"] == [1] for each in said)
+    for index in range(2):
+        reason = (tmp_path / f"local-{index}/2/DAMAGED").read_text()
+        assert "process 1: " in reason
+        assert "process 0: " not in reason
+    said = run(tmp_path, ["save", 2], ["restore"], keep=2)
+    assert all(each["restore"] == 2 for each in said)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flaxckpt.json",
+        pytest.param("state/_METADATA", marks=pytest.mark.slow),
+        pytest.param("state/manifest.ocdbt", marks=pytest.mark.slow),
+    ],
+)
+def test_metadata_is_mended_from_another_process(parts, name):
+    file = parts / "local-1/2" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    said = run(parts, ["restore"])
+    assert all(each["restore"] == 2 for each in said)
+    assert file.read_bytes() == whole
+
+
+def test_a_step_without_a_deleted_item_is_whole(tmp_path):
+    do = [["save_note", 1], ["wait_for_copies"], ["delete_item", 1, "note"]]
+    run(tmp_path, *do, copies=1)
+    remove_steps(tmp_path / "run")
+    shutil.rmtree(tmp_path / "local-1")
+    said = run(tmp_path, ["restore"], ["wait_for_uploads"], copies=1)
+    assert all(each["restore"] == 1 for each in said)
+    assert said[1]["from_peers"] > 0
+    assert not (tmp_path / "local-1/1/note").exists()
+    assert flaxckpt.verify(tmp_path / "local-1/1").ok
+
+
 @pytest.mark.slow
 def test_parts_of_two_saves_of_a_step_are_never_mixed(parts):
     shutil.copytree(parts / "local-1", parts / "old")
