@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flaxckpt import _checkpoint, _formats, _steps, errors, policies
+from flaxckpt import _checkpoint, _formats, _steps, _util, errors, policies
 from flaxckpt._formats.items import Items
 from flaxckpt._run import metrics, run_index
 from flaxckpt.policies import PreservationPolicy
@@ -306,6 +306,9 @@ class Judge:
         for number, why in reasons.items():
             if steps[number].markers.waiting:
                 why.append("not uploaded")
+            if why and (copies := steps[number].markers.copies):
+                text = _util.humanize.count(copies, "copy", "copies")
+                why.append(f"{text} at other processes")
             if why:
                 deleted = sorted(steps[number].markers.deleted_items)
                 why += [

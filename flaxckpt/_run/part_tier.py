@@ -385,6 +385,8 @@ class PartTier:
 
         fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
         if fault is None:
+            with contextlib.suppress(FileNotFoundError):  # just deleted
+                _steps.markers.mark_copied(path, self.copies)
             secs = time.monotonic() - begun
             self._events.emit(
                 "copied",

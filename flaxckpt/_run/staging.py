@@ -26,6 +26,7 @@ from flaxckpt._run import (
     edit,
     judge,
     retention,
+    run_index,
     run_steps,
     upload_copies,
     uploads,
@@ -178,6 +179,17 @@ class _MergedStep(NamedTuple):
     temporary: bool
 
 
+class _NewestCopied(policies.PreservationPolicy):
+    """Keeps the newest step of which other processes have copies."""
+
+    def __str__(self) -> str:
+        return "newest with copies"
+
+    def preserved(self, checkpoints: Sequence[policies.Ranked], /) -> set[int]:
+        steps = (c for c in checkpoints if isinstance(c, run_index.RunStep))
+        return {*[step.step for step in steps if step.markers.copies][-1:]}
+
+
 class StagedSteps(run_steps.RunSteps):
     """The steps of a staging directory and of the run directory.
 
@@ -212,6 +224,8 @@ class StagedSteps(run_steps.RunSteps):
         read_only: bool,
         mode: int | None = None,
     ) -> None:
+        if copies.wanted:
+            keep = (*keep, _NewestCopied())
         near = rules._replace(keep=keep, keep_items={})
         super().__init__(
             directory,

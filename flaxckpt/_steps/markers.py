@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -44,6 +45,10 @@ PARTS = "PARTS"
 """Marker of a step of which each process of a job has a part, in a directory of its
 own; contains `StepParts` in JSON."""
 
+_COPIES = "COPIES."
+"""Beginning of the marker of a step whose parts had durable copies at other processes;
+their number follows."""
+
 _CONTENT = b"1\n"
 
 _MAX_BYTES = 2**16
@@ -61,6 +66,7 @@ class Status(NamedTuple):
         deleted_items: The items that were, or will be, deleted on purpose.
         readers: The readers of the step, as `host:pid`.
         waiting: The step is in a staging directory, and still to be uploaded.
+        copies: Number of other processes that had a durable copy of each part.
     """
 
     pinned: bool
@@ -69,6 +75,7 @@ class Status(NamedTuple):
     deleted_items: frozenset[str]
     readers: tuple[str, ...]
     waiting: bool
+    copies: int
 
 
 def status(path: Path, names: Collection[str]) -> Status:
@@ -86,12 +93,24 @@ def status(path: Path, names: Collection[str]) -> Status:
         deleted_items(names),
         tuple(map(_storage.leases.reader, _storage.leases.unexpired(path, reading))),
         NOT_UPLOADED in names,
+        max([0, *map(_count_copies, names)]),
     )
+
+
+def _count_copies(name: str) -> int:
+    number = name.removeprefix(_COPIES)
+    return int(number) if number != name and re.fullmatch(r"\d{1,9}", number) else 0
+
+
+def mark_copied(path: Path, copies: int) -> None:
+    """Records that the parts of the step at `path` have durable copies."""
+    _write(path, f"{_COPIES}{copies}", _CONTENT)
 
 
 def is_marker(name: str) -> bool:
     """Returns True for the name of a marker, or of the file of a reader."""
-    return name in _NAMES or name.startswith((_storage.leases.READING, _ITEM_DELETED))
+    beginnings = (_storage.leases.READING, _ITEM_DELETED, _COPIES)
+    return name in _NAMES or name.startswith(beginnings)
 
 
 def is_copied(name: str) -> bool:

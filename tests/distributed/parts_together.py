@@ -128,6 +128,14 @@ def verify(ckpt, rank, given, step):
     return ckpt.verify(step).ok
 
 
+def prune(ckpt, rank, given):
+    ckpt.prune()
+
+
+def explain(ckpt, rank, given):
+    return {str(step): why for step, why in ckpt.explain().items()}
+
+
 def steps(ckpt, rank, given):
     return ckpt.steps()
 
@@ -151,6 +159,8 @@ DO = {
         restore_step,
         pin,
         verify,
+        explain,
+        prune,
         steps,
     )
 }

@@ -256,6 +256,18 @@ def test_copies_are_in_other_failure_domains(tmp_path):
         assert len(names & {*others}) == 1
 
 
+def test_the_newest_step_with_copies_stays(tmp_path):
+    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"]]
+    run(tmp_path, *do, ["save", 2], ["wait_for_uploads"], copies=1, keep=2)
+    for index in range(2):  # as if its copies were still being made
+        (tmp_path / f"local-{index}/2/COPIES.1").unlink()
+    (told, _) = run(tmp_path, ["prune"], ["explain"], copies=1)
+    why = ["staging: newest with copies", "staging: 1 copy at other processes"]
+    assert told["explain"]["1"][-2:] == why
+    run(tmp_path, ["save", 3], ["wait_for_copies"], ["prune"], copies=1)
+    assert not (tmp_path / "local-0/1").exists()
+
+
 def test_two_processes_with_one_directory_are_refused(tmp_path):
     said = run(tmp_path, ["failing_save", 1], staging="same")
     for each in said:

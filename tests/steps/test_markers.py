@@ -145,7 +145,7 @@ def test_added_metrics_are_marked_once(path, monkeypatch):
 def test_names_of_markers_are_known():
     for name in (
         *("PINNED", "TEMPORARY", "DATASET_LET_GO", "MEASURED", "DAMAGED"),
-        *("NOT_UPLOADED", "DELETING", "READING-x", "ITEM_DELETED.x"),
+        *("NOT_UPLOADED", "DELETING", "READING-x", "ITEM_DELETED.x", "COPIES.2"),
     ):
         assert markers.is_marker(name), name
         is_copied = name in ("DATASET_LET_GO", "MEASURED", "ITEM_DELETED.x")
@@ -166,6 +166,7 @@ def test_the_status_of_a_step_is_read_off_its_names(path):
         deleted_items=frozenset(),
         readers=tuple(leases.readers(path)),
         waiting=False,
+        copies=0,
     )
     assert len(status.readers) == 1
     lease.release()
@@ -177,6 +178,8 @@ def test_the_status_of_a_step_is_read_off_its_names(path):
         status = markers.status(path, ["state", name])
         assert [status.pinned, status.temporary, status.waiting].count(True) == 1
         assert getattr(status, field)
+    assert markers.status(path, ["state", "COPIES.2"]).copies == 2
+    assert markers.status(path, ["state", "COPIES.x"]).copies == 0
     status = markers.status(path, [*reading, "DATASET_LET_GO", "ITEM_DELETED.a"])
     assert status.readers == ()
     assert status.deleted_items == {"dataset", "a"}

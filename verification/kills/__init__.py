@@ -1,0 +1,1 @@
+"""Random kills of real processes with local directories and copies at peers."""
