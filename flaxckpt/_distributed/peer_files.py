@@ -7,6 +7,7 @@ lists nothing and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import http.client
 import http.server
@@ -15,12 +16,13 @@ import re
 import secrets
 import socket
 import socketserver
+import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flaxckpt import _storage
 
@@ -41,11 +43,33 @@ class Peer(NamedTuple):
         host: Its name or address.
         port: Its port.
         token: The token for its files.
+        certificate: The file of the certificate for TLS; None without TLS.
     """
 
     host: str
     port: int
     token: str
+    certificate: str | None = None
+
+
+@functools.lru_cache(maxsize=8)
+def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
+    """Returns the settings of a connection whose ends both have the certificate.
+
+    Args:
+        certificate: A PEM file with a certificate and its private key.
+        is_server: Whether this end is the server.
+
+    Raises:
+        OSError: The file is missing, or has no such content.
+    """
+    kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
+    context = ssl.SSLContext(kind)
+    context.check_hostname = False  # the certificate tells who belongs to the job
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificate)
+    context.load_verify_locations(certificate)
+    return context
 
 
 class FileServer:
@@ -54,15 +78,17 @@ class FileServer:
     Args:
         root: The directory.
         host: The address on which it listens.
+        certificate: The file of the certificate for TLS; None without TLS.
     """
 
-    def __init__(self, root: Path, host: str) -> None:
+    def __init__(self, root: Path, host: str, certificate: str | None = None) -> None:
         token = secrets.token_urlsafe(32)
         handler = type("Handler", (_Handler,), {"root": root, "token": token})
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        kind = type("Server", (_Server,), {"address_family": family})
-        self._server = kind((host, 0), handler)
-        self.peer = Peer(host, self._server.server_address[1], token)
+        settings = {"address_family": family, "certificate": certificate}
+        self._server = type("Server", (_Server,), settings)((host, 0), handler)
+        port = self._server.server_address[1]
+        self.peer = Peer(host, port, token, certificate)
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             name="flaxckpt peers",
@@ -81,6 +107,16 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     # Not `http.server`'s, which asks for the name of the host, perhaps for long.
     daemon_threads = True
     request_queue_size = 128
+    certificate: str | None
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if self.certificate is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_SILENT_SECS)
+        settings = tls(self.certificate, is_server=True)
+        with settings.wrap_socket(request, server_side=True) as encrypted:
+            super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes is no error of ours."""
@@ -145,6 +181,13 @@ class PeerConnection:
         self._http = http.client.HTTPConnection(
             peer.host, peer.port, timeout=silent_secs
         )
+        if peer.certificate is not None:
+            self._http = http.client.HTTPSConnection(
+                peer.host,
+                peer.port,
+                timeout=silent_secs,
+                context=tls(peer.certificate, is_server=False),
+            )
 
     def __enter__(self) -> PeerConnection:
         return self

@@ -111,6 +111,10 @@ class Checkpointer:
             copy of each part, in the background.
         failure_domain: Returns the name of what fails together with a process, given
             its index, by default its host: copies are in other domains.
+        peer_network: The network on which processes exchange parts, such as
+            `10.1.0.0/16`; by default the one by which process 0 is reached.
+        peer_certificate: A PEM file with a certificate and its private key, the same at
+            all processes, to exchange parts by TLS; by default without.
         permissions: Mode of all directories that are made, such as 0o750, whatever the
             umask; files have the same without the bits to execute, 0o640. By default
             as the umask says.
@@ -148,6 +152,8 @@ class Checkpointer:
         keep_staging: Sequence[PreservationPolicy] = run_staging.KEEP,
         staging_copies: int = 0,
         failure_domain: Callable[[int], str] | None = None,
+        peer_network: str | None = None,
+        peer_certificate: PathLike | None = None,
         permissions: int | None = None,
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
@@ -175,10 +181,9 @@ class Checkpointer:
             read_only=read_only,
             staging=staging,
             keep_staging=keep_staging,
-            copies=part_tier.CopyOptions(
-                _util.arguments.check_int("staging_copies", staging_copies, least=0),
-                failure_domain,
-            ),
+            peers=part_tier.PeerOptions(
+                staging_copies, failure_domain, peer_network, peer_certificate
+            ).check(),
             processes=processes,
             mode=options.mode,
         )

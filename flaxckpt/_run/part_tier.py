@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import secrets
@@ -18,6 +19,7 @@ from flaxckpt._run import events as run_events
 from flaxckpt._run import parts, peer_copies, run_index
 from flaxckpt._run.parts import Held, Lost
 from flaxckpt._run.peer_copies import Copied, Sources
+from flaxckpt._types import PathLike
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.agreement import Processes
@@ -27,20 +29,50 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class CopyOptions(NamedTuple):
-    """Options of the copies at other processes.
+class PeerOptions(NamedTuple):
+    """Options of the exchange of parts with other processes.
 
     Attributes:
-        wanted: Number of copies of each part.
+        copies: Number of copies of each part at others.
         failure_domain: Returns the name of what fails together with a process; None for
             its host.
+        network: The network between the processes, such as `10.1.0.0/16`; None for the
+            one by which process 0 is reached.
+        certificate: The file of the certificate for TLS; None without TLS.
     """
 
-    wanted: int = 0
+    copies: int = 0
     failure_domain: Callable[[int], str] | None = None
+    network: str | None = None
+    certificate: PathLike | None = None
+
+    def check(self) -> PeerOptions:
+        """Returns these options, if they are valid.
+
+        Raises:
+            OptionError: They are not.
+        """
+        _util.arguments.check_int("staging_copies", self.copies, least=0)
+        if self.network is not None:
+            try:
+                ipaddress.ip_network(self.network)
+            except ValueError as error:
+                raise errors.OptionError(
+                    f"peer_network must be a network such as '10.1.0.0/16': {error}"
+                ) from None
+        if self.certificate is not None:
+            try:
+                _distributed.peer_files.tls(str(self.certificate), is_server=True)
+            except OSError as error:
+                raise errors.OptionError(
+                    f"peer_certificate={self.certificate!r} cannot be used: {error}."
+                    " Pass a PEM file with a certificate and its private key, the same"
+                    " at all processes"
+                ) from None
+        return self
 
 
-NO_COPIES = CopyOptions()
+NO_PEERS = PeerOptions()
 
 
 class _Waiting(NamedTuple):
@@ -76,7 +108,7 @@ class PartTier:
         index: run_index.RunIndex,
         step_format: _steps.names.StepFormat,
         events: run_events.Stream,
-        options: CopyOptions,
+        options: PeerOptions,
         mode: int | None,
     ) -> None:
         self._root = root
@@ -85,6 +117,8 @@ class PartTier:
         self._format = step_format
         self._events = events
         self._options = options
+        path = options.certificate
+        self._certificate = None if path is None else str(path)
         self._mode = mode
         self._server: FileServer | None = None
         self._own = 0
@@ -126,15 +160,15 @@ class PartTier:
         self._own = operation.index
         hosts = operation.exchange("host", socket.gethostname())
         if self._server is None:
-            is_one_host = len({*hosts}) == 1
-            host = "127.0.0.1" if is_one_host else _util.processes.own_address()
-            self._server = _distributed.peer_files.FileServer(self._root, host)
+            self._server = _distributed.peer_files.FileServer(
+                self._root, self._address(hosts), self._certificate
+            )
         domain = self._options.failure_domain or (lambda index: socket.gethostname())
         # Not named like a step, so nobody takes it for one.
         token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
         token.touch()
         try:
-            mine = [self._server.peer, str(domain(self._own)), token.name]
+            mine = [self._server.peer[:3], str(domain(self._own)), token.name]
             rows = [
                 json.loads(text) for text in operation.exchange("met", json.dumps(mine))
             ]
@@ -153,17 +187,40 @@ class PartTier:
         finally:
             token.unlink(missing_ok=True)
         domains = [name for _, name, _ in rows]
-        self._keepers = parts.choose_copies(domains, self._options.wanted)
-        if self.copies < self._options.wanted:
+        self._keepers = parts.choose_copies(domains, self._options.copies)
+        if self.copies < self._options.copies:
             _log.warning(
                 "staging_copies=%d, but a part gets %d: a copy is in another failure"
                 " domain than its part, and the processes are in %s. Pass"
                 " failure_domain=, a function of the process index that returns a name",
-                self._options.wanted,
+                self._options.copies,
                 self.copies,
                 errors.first_few(sorted({*domains})),
             )
-        self._peers = [_distributed.peer_files.Peer(*peer) for peer, _, _ in rows]
+        certificate = self._certificate
+        self._peers = [
+            _distributed.peer_files.Peer(host, port, token, certificate)
+            for (host, port, token), _, _ in rows
+        ]
+
+    def _address(self, hosts: Collection[str]) -> str:
+        """Returns the address for the server of this process.
+
+        Raises:
+            OptionError: This process has none in the network of the options.
+        """
+        network = self._options.network
+        if network is None and len({*hosts}) == 1:
+            return "127.0.0.1"
+        try:
+            return _util.processes.own_address(network)
+        except OSError as error:
+            if network is None:
+                raise
+            raise errors.OptionError(
+                f"peer_network={network!r}: {error}; pass the network that all"
+                " processes of the job share"
+            ) from None
 
     # ---- choosing ---------------------------------------------------------------
 
@@ -281,7 +338,9 @@ class PartTier:
         faults = _checkpoint.verify.find_faults(path, here) if here else {}
         for name, why in faults.items():
             _log.warning("%s is damaged, and copied again: %s", path / name, why)
-        copied = peer_copies.copy_parts(sources, names, self._mode, damaged=faults)
+        copied = peer_copies.copy_parts(
+            sources, names, self._mode, damaged=faults, is_durable=False
+        )
         self.copied += copied
         return copied != Copied()
 

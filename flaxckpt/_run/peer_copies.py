@@ -259,6 +259,7 @@ def copy_parts(
     mode: int | None,
     *,
     damaged: Collection[str] = (),
+    is_durable: bool = True,
 ) -> Copied:
     """Copies files of arrays that this process lacks, and keeps them.
 
@@ -267,6 +268,8 @@ def copy_parts(
         wanted: The files, by their paths in the step.
         mode: Mode of new directories; None for the umask's.
         damaged: The files to replace.
+        is_durable: Whether to sync the files before they are kept. Otherwise a power
+            cut may damage them; then they are copied again.
 
     Raises:
         DamagedCheckpointError: A file is whole at no process, and not in the run
@@ -295,21 +298,23 @@ def copy_parts(
                 shutil.copyfile(path / name, aside / name)
         left: Sequence[_Request] = requests
         while left:
-            done, left = _copy_round(sources, aside, left)
+            done, left = _copy_round(sources, aside, left, is_durable)
             copied += done
-        _storage.of(aside).sync_tree(aside)
+        if is_durable:
+            _storage.of(aside).sync_tree(aside)
         if parts.identify(path) != sources.save:
             raise FileNotFoundError(f"{path} was replaced meanwhile")
         for request in requests:
             _storage.files.make_parents(path, request.name)
             (aside / request.name).replace(path / request.name)
-    for directory in {(path / request.name).parent for request in requests}:
-        _storage.files.sync_directory(directory)
+    if is_durable:
+        for directory in {(path / request.name).parent for request in requests}:
+            _storage.files.sync_directory(directory)
     return copied
 
 
 def _copy_round(
-    sources: Sources, aside: Path, left: Sequence[_Request]
+    sources: Sources, aside: Path, left: Sequence[_Request], is_durable: bool
 ) -> tuple[Copied, list[_Request]]:
     """Copies each file from its next place; returns the files that were not whole."""
     if gone := [request.name for request in left if not request.places]:
@@ -319,7 +324,7 @@ def _copy_round(
         )
     faults: dict[str, str] = {}
     tried = {request.name: request.places.pop(0) for request in left}
-    copy = functools.partial(_copy, sources, aside, tried, faults)
+    copy = functools.partial(_copy, sources, aside, tried, faults, is_durable)
     _util.threads.each(copy, left, threads=_THREADS)
     here = {request.name for request in left} - faults.keys()
     faults |= _checkpoint.verify.find_faults(aside, here)
@@ -340,6 +345,7 @@ def _copy(
     aside: Path,
     tried: Mapping[str, int | None],
     faults: dict[str, str],
+    is_durable: bool,
     request: _Request,
 ) -> None:
     name, process = request.name, tried[request.name]
@@ -351,6 +357,8 @@ def _copy(
             return
         with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
             peer.copy(f"{sources.path.name}/{name}", aside / name, request.size)
+        if is_durable:
+            _storage.of(aside).sync_files([aside / name], 1)
     except (OSError, ValueError) as error:
         _check_disk(error, sources.path)
         faults[name] = errors.one_line(error)

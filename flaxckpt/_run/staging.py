@@ -31,7 +31,7 @@ from flaxckpt._run import (
     upload_copies,
     uploads,
 )
-from flaxckpt._run.part_tier import NO_COPIES, CopyOptions, PartTier
+from flaxckpt._run.part_tier import NO_PEERS, PartTier, PeerOptions
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -54,7 +54,7 @@ def open_steps(
     read_only: bool,
     staging: Staging | None,
     keep_staging: Sequence[PreservationPolicy],
-    copies: CopyOptions = NO_COPIES,
+    peers: PeerOptions = NO_PEERS,
     processes: _distributed.agreement.Processes | None = None,
     mode: int | None = None,
 ) -> run_steps.RunSteps:
@@ -67,7 +67,7 @@ def open_steps(
         read_only: True to write no journal.
         staging: Directory where steps are saved first; None for none.
         keep_staging: Policies for the steps in `staging`.
-        copies: Options of copies in the directories of other processes.
+        peers: Options of the exchange with other processes.
         processes: The processes that save together; None for a reader.
         mode: Mode of new directories; None for the umask's.
 
@@ -87,12 +87,12 @@ def open_steps(
             rules,
             keep,
             named,
-            copies,
+            peers,
             processes,
             read_only=read_only,
             mode=mode,
         )
-    elif copies.wanted > 0:
+    elif peers.copies > 0:
         raise errors.OptionError(
             "staging_copies needs a staging directory of each process: pass"
             " staging='/local/run-{process}'"
@@ -199,7 +199,7 @@ class StagedSteps(run_steps.RunSteps):
         rules: Rules of retention in the run directory.
         keep: Policies for the steps in staging.
         step_format: Format of the names of steps.
-        copies: Options of copies in the directories of other processes.
+        peers: Options of the exchange with other processes.
         processes: The processes that save together; several have a part of each step.
         read_only: True to write no journal.
         mode: Mode of new directories; None for the umask's.
@@ -218,13 +218,13 @@ class StagedSteps(run_steps.RunSteps):
         rules: judge.Rules,
         keep: tuple[PreservationPolicy, ...],
         step_format: _steps.names.StepFormat,
-        copies: CopyOptions,
+        peers: PeerOptions,
         processes: _distributed.agreement.Processes | None,
         *,
         read_only: bool,
         mode: int | None = None,
     ) -> None:
-        if copies.wanted:
+        if peers.copies:
             keep = (*keep, _NewestCopied())
         near = rules._replace(keep=keep, keep_items={})
         super().__init__(
@@ -250,7 +250,7 @@ class StagedSteps(run_steps.RunSteps):
         )
         self.is_in_parts = processes is not None and processes.are_several()
         self.part_tier = PartTier(
-            staging, directory, self._near, step_format, self.events, copies, mode
+            staging, directory, self._near, step_format, self.events, peers, mode
         )
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,8 +28,21 @@ def has_joined() -> bool:
     return bool(jax.distributed.is_initialized())
 
 
-def own_address() -> str:
-    """Returns the address of this machine in the network of the job."""
+def own_address(network: str | None = None) -> str:
+    """Returns the address of this machine in the network of the job.
+
+    Args:
+        network: Another network, such as `10.1.0.0/16`.
+
+    Raises:
+        OSError: This machine has no address in `network`.
+    """
+    if network is not None:
+        wanted = ipaddress.ip_network(network)
+        address = _address_towards(str(wanted[min(1, wanted.num_addresses - 1)]))
+        if ipaddress.ip_address(address) not in wanted:
+            raise OSError(f"this machine has no address in {network}, but {address}")
+        return address
     try:
         from jax._src import distributed  # no public way to ask
 

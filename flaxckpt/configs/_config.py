@@ -74,6 +74,8 @@ class CheckpointConfig:
         staging: A directory on a faster disk, where steps are saved first.
         keep_staging: As `keep`, for the steps in the staging directory.
         staging_copies: Number of other processes with a copy of each part of a step.
+        peer_network: The network on which processes exchange parts of steps.
+        peer_certificate: A PEM file with which they exchange them by TLS.
         permissions: A number, or its octal digits: "0o750".
         layout: Fields of `ArrayLayout`.
         save_dtype: `{pattern = "params/.*", dtype = "bfloat16"}`: casts at every save.
@@ -105,6 +107,8 @@ class CheckpointConfig:
     staging: str | None = None
     keep_staging: tuple[PreservationPolicy, ...] = _run.staging.KEEP
     staging_copies: int = 0
+    peer_network: str | None = None
+    peer_certificate: str | None = None
     permissions: int | None = None
     every_steps: int | None = None
     every_secs: float | None = None
@@ -299,6 +303,8 @@ _PARSERS: Mapping[str, Parser] = {
     "staging": _parsing.optional(_parsing.path),
     "keep_staging": _parsing.each(_policies.parse),
     "staging_copies": _parsing.whole(0),
+    "peer_network": _parsing.optional(_parsing.text),
+    "peer_certificate": _parsing.optional(_parsing.path),
     "permissions": _parsing.mode,
     "every_steps": _parsing.optional(_parsing.whole(1)),
     "every_secs": _parsing.optional(_parsing.secs),

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.files import free_port
 
@@ -90,3 +93,16 @@ def run(names, count, directory, **given):
 def rows(out):
     """What a process has said; gloo says something, too."""
     return [json.loads(row) for row in out.splitlines() if row.startswith("{")]
+
+
+def make_certificate(directory):
+    """A file with a certificate and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes a certificate, is missing")
+    key, certificate = directory / "key", directory / "certificate"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
+    rest = ["-days", "2", "-subj", "/CN=job", "-keyout", key, "-out", certificate]
+    subprocess.run([*command.split(), *rest], check=True, capture_output=True)
+    both = directory / "both.pem"
+    both.write_bytes(key.read_bytes() + certificate.read_bytes())
+    return str(both)

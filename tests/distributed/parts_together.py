@@ -29,6 +29,8 @@ def run(directory, rank, given):
         staging=f"{directory}/{staging}",
         keep_staging=[policies.LatestN(given.get("keep", 1))],
         staging_copies=given.get("copies", 0),
+        peer_network=given.get("network"),
+        peer_certificate=given.get("certificate"),
         failure_domain=lambda index: given.get("domains", "abcdefgh")[index],
         peer_timeout_secs=given.get("timeout_secs", 60),
         sinks=[events.append],

@@ -215,13 +215,15 @@ def test_a_returning_machine_gets_the_step_of_the_others(parts):
 
 
 def test_a_lost_machine_costs_no_read_from_the_run_directory(tmp_path):
+    certificate = jobs.make_certificate(tmp_path)
+    given = {"copies": 1, "certificate": certificate, "network": "127.0.0.0/8"}
     do = [["save", 1], ["save", 2], ["wait_for_copies"]]
-    killed(tmp_path, *do, count=4, copies=1)
+    killed(tmp_path, *do, count=4, **given)
     shutil.rmtree(tmp_path / "local-2")
     remove_steps(tmp_path / "run")
     do = [["restore", "replicated"], ["save", 3, "replicated"], ["wait_for_copies"]]
     left = [f"local-{index}" for index in (0, 1, 3)]
-    said = run(tmp_path, *do, count=3, copies=1, directories=left)
+    said = run(tmp_path, *do, count=3, directories=left, **given)
     assert all(each["restore"] == 2 for each in said)
     assert all(each["from_directory"] == 0 for each in said)
     assert "copied" in said[0]["events"]

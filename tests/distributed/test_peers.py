@@ -10,17 +10,66 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flaxckpt
+from flaxckpt import errors
 from flaxckpt._distributed import peer_files
 from flaxckpt._run import parts
+from flaxckpt._util import processes
+from tests.distributed import jobs
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(params=["plain", "tls"])
+def server(request, tmp_path):
     (tmp_path / "shared/step").mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
-    server = peer_files.FileServer(tmp_path / "shared", "127.0.0.1")
+    is_tls = request.param == "tls"
+    certificate = jobs.make_certificate(tmp_path) if is_tls else None
+    server = peer_files.FileServer(tmp_path / "shared", "127.0.0.1", certificate)
     yield server
     server.close()
+
+
+def test_only_those_with_the_certificate_are_served(tmp_path):
+    (tmp_path / "file").write_text("content")
+    (tmp_path / "other").mkdir()
+    ours, others = (
+        jobs.make_certificate(tmp_path),
+        jobs.make_certificate(tmp_path / "other"),
+    )
+    server = peer_files.FileServer(tmp_path, "127.0.0.1", ours)
+    for certificate in (others, None):
+        with (
+            connected(server, certificate=certificate) as peer,
+            pytest.raises(OSError, match=r"(?i)certificate|ssl|disconnected|reset"),
+        ):
+            peer.read("file", 100)
+    with connected(server) as peer:
+        assert peer.read("file", 100) == b"content"
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("peer_network", "10.0.0.5/8", "10.1.0.0/16"),
+        ("peer_network", "eth0", "10.1.0.0/16"),
+        ("peer_certificate", "missing.pem", "Pass a PEM file"),
+        ("peer_certificate", __file__, "Pass a PEM file"),
+        ("staging_copies", -1, "staging_copies"),
+    ],
+)
+def test_invalid_options_are_refused_at_opening(tmp_path, option, value, text):
+    with pytest.raises(errors.OptionError, match=text):
+        flaxckpt.Checkpointer(tmp_path, **{option: value})
+
+
+def test_the_address_is_in_the_network():
+    assert processes.own_address("127.0.0.0/8") == "127.0.0.1"
+    mine = processes.own_address("0.0.0.0/0")
+    others = ["198.51.100.0/24", "203.0.113.0/24"]  # of documents
+    other = next(net for net in others if not net.startswith(mine.rpartition(".")[0]))
+    with pytest.raises(OSError, match="no address in"):
+        processes.own_address(other)
 
 
 def connected(server, **changed):
@@ -69,11 +118,12 @@ def test_only_those_with_the_token_are_served(server, tmp_path):
         pytest.raises(OSError, match="403"),
     ):
         peer.read("step/file", 100)
-    http_client = http.client.HTTPConnection(server.peer.host, server.peer.port)
-    http_client.request("GET", "/step/file")
-    assert http_client.getresponse().status == 403
-    http_client.request("DELETE", "/step/file")
-    assert http_client.getresponse().status == 501
+    if server.peer.certificate is None:
+        http_client = http.client.HTTPConnection(server.peer.host, server.peer.port)
+        http_client.request("GET", "/step/file")
+        assert http_client.getresponse().status == 403
+        http_client.request("DELETE", "/step/file")
+        assert http_client.getresponse().status == 501
     assert (tmp_path / "shared/step/file").exists()
 
 
@@ -161,9 +211,9 @@ def test_a_step_is_whole_if_the_parts_of_one_save_are(held, far):
             assert step in far
             continue
         assert is_far == (far.get(step) == save)
-        for part, processes in holders.items():
-            assert processes or is_far
-            for process in processes:
+        for part, having in holders.items():
+            assert having or is_far
+            for process in having:
                 here = held[process][step]
                 assert here.save == save
                 assert part in here.parts
