@@ -1,7 +1,7 @@
 """Saves a state to a directory of each process; restores it with and without a loss.
 
 `benchmarks.several` says how it is run. Process 0 prints seconds by what took them, as
-JSON.
+JSON; and the bytes of memory that the copies took.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from benchmarks import several, timing
+from benchmarks import memory, several, timing
 
 SAVES = 3
 """Timed saves of a job, after one that is not timed."""
@@ -44,9 +44,9 @@ def main() -> None:
     is_alone = job.processes == 1
     staging = job.directory / f"disk-{job.rank}"
 
-    def report(**seconds: float) -> None:
+    def report(**figures: float) -> None:
         if job.rank == 0:
-            print(json.dumps(seconds), flush=True)
+            print(json.dumps(figures), flush=True)
 
     def wait_for_all(what: str) -> float:
         timing.settle()
@@ -72,9 +72,12 @@ def main() -> None:
             start = wait_for_all(f"save {number}")
             checkpointer.save(number + 1, state).wait()
             seconds = time.perf_counter() - start
-            checkpointer.wait_for_copies()
+            with memory.extra_memory() as extra:
+                checkpointer.wait_for_copies()
             if number:
                 report(acknowledged=seconds)
+                if not is_alone:
+                    report(copy_memory=extra[0])
     if is_alone:
         return
     copied = [event for event in events if event.kind == "copied"][1:]

@@ -47,11 +47,11 @@ def main() -> None:
     session = session_in("measured")
     if options.action == "save":
         state = states.copy(states.fill(abstract_state))
-        with _extra_memory() as extra:
+        with extra_memory() as extra:
             session.save(1, state)
             session.wait()
     else:
-        with _extra_memory() as extra:
+        with extra_memory() as extra:
             restored = jax.block_until_ready(session.restore(1, abstract_state))
             states.use(restored)
     session.close()
@@ -68,7 +68,7 @@ def _warm_up(session: Session) -> None:
 
 
 @contextmanager
-def _extra_memory() -> Iterator[list[int]]:
+def extra_memory() -> Iterator[list[int]]:
     """Yields a list that gets one number at the end: the peak of additional bytes."""
     _release_free_memory()
     status = os.open(STATUS, os.O_RDONLY)

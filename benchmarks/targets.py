@@ -266,6 +266,11 @@ TARGETS: tuple[Target, ...] = (
         1.5,
         Series("tier", "restore", "4 processes"),
     ),
+    Target(
+        "memory of the copies, in bytes (64 MiB)",
+        Series("tier", "copy memory", "4 processes"),
+        64 * 2**20,
+    ),
     *_on_gpu(),
     *_buckets(),
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from benchmarks.cases import (
+    broadcast,
     buckets,
     flat_files,
     frozen,
@@ -41,6 +42,7 @@ CASES: dict[str, Case] = {
         tier,
         reshard,
         buckets,
+        broadcast,
         gpu,
     )
 }

@@ -47,19 +47,19 @@ _Arrays: TypeAlias = Mapping[str, Any]
 
 def run(settings: Settings) -> Rows:
     """Measures each latency with a new server."""
-    if obstacle := _obstacle():
-        yield Skip(CASE, "all", obstacle)
+    if why := obstacle():
+        yield Skip(CASE, "all", why)
         return
     for milliseconds in _ROUND_TRIPS_MS[: 1 if settings.quick else None]:
         with (
             timing.scratch(settings.directory) as scratch,
-            _server(scratch) as (url, bucket),
+            server(scratch) as (url, bucket),
             latency.delayed(url, milliseconds) as delayed_url,
         ):
             yield from _measure(settings, f"{milliseconds} ms", delayed_url, bucket)
 
 
-def _obstacle() -> str:
+def obstacle() -> str:
     """Returns the reason why nothing can be measured; empty if it can."""
     for package in ("boto3", "pytest"):  # pytest for the server of the tests
         if importlib.util.find_spec(package) is None:
@@ -69,7 +69,7 @@ def _obstacle() -> str:
 
 
 @contextlib.contextmanager
-def _server(directory: Path) -> Iterator[tuple[str, str]]:
+def server(directory: Path) -> Iterator[tuple[str, str]]:
     """Yields URL and bucket of a server, with its credentials in the environment."""
     from tests.helpers import store_servers
 

@@ -21,6 +21,6 @@ def run(settings: Settings) -> Rows:
                 job_tier.__name__, JOBS[turn.contender], scratch, quick=settings.quick
             )
         for row in rows:
-            for what, seconds in row.items():
+            for what, value in row.items():
                 series = Series(CASE, what.replace("_", " "), turn.contender)
-                yield Sample(series, seconds)
+                yield Sample(series, value, "bytes" if "memory" in what else "s")
