@@ -186,6 +186,9 @@ class FileSystem:
         if flags & os.O_DIRECTORY:
             self._directories[descriptor] = path
 
+    def synced(self, descriptor: int) -> None:
+        """Notes a file or directory that a simulated process has synced."""
+
     def closed(self, descriptor: int) -> None:
         """Forgets a descriptor before it is closed, with its lock."""
         self._locked.pop(descriptor, None)
@@ -322,6 +325,7 @@ def _fsync(descriptor: int) -> None:
         files.call("fsync", descriptor)
         if not files.has_time(_real.fstat(descriptor)):
             files.stamp(descriptor)
+        files.synced(descriptor)
 
 
 def _utime(path: Any, times: Any = None, *, dir_fd: int | None = None, **more: Any):

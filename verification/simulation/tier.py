@@ -1,0 +1,652 @@
+"""Histories of the local tier: jobs whose processes have a disk each, and copies.
+
+A history is a run: jobs of any number of processes, one after the other. Machines crash
+and come back with their disks, without them, or with those of others; messages and
+connections between peers fail. The ledger outside of all processes knows what was
+acknowledged, and what each disk that is lost takes with it.
+"""
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import flaxckpt
+from flaxckpt import errors, policies
+from flaxckpt._distributed import heartbeat, operation
+from flaxckpt._run import uploads
+from verification.simulation import (
+    databases,
+    disks,
+    filesystem,
+    jobs,
+    kernel,
+    network,
+    programs,
+)
+
+CONTEXTS = (filesystem.installed,)
+
+PATCHES: dict[tuple[Any, str], Any] = {
+    **jobs.PATCHES,
+    **network.PATCHES,
+    (uploads, "_LISTENING_SECS"): 2.0,
+}
+"""For `stand_ins.installed`."""
+
+_PARTS = tuple(f"p{number}" for number in range(6))
+"""The arrays of each state; those of a job's process are written by it alone."""
+
+_MOST_PROCESSES = 5
+_LEFTOVER = "9.orbax-checkpoint-tmp-left-behind"
+
+
+# ---- what is known outside of all processes ----------------------------------------
+
+
+class Save:
+    """A save, whose state holds its number.
+
+    Attributes:
+        token: Its number.
+        step: Its step.
+        disks: Disk -> its failure domain, of the processes that save.
+        survives: The number of failure domains that may be lost; None before it is
+            acknowledged, and once nothing is promised any more.
+    """
+
+    def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
+        self.token = token
+        self.step = step
+        self.disks = disks
+        self.survives: int | None = None
+
+    def __str__(self) -> str:
+        return f"save {self.token} of step {self.step}"
+
+
+class Ledger:
+    """What was asked for and acknowledged.
+
+    Args:
+        world: The world.
+        files: The disks.
+        run: The run directory.
+
+    Attributes:
+        saves: Number of a save -> the save.
+        far: Step in the run directory -> its save.
+        deleted: Steps that users have deleted.
+        lost: Disks of which something is lost or damaged -> when.
+    """
+
+    def __init__(self, world: kernel.World, files: disks.Disks, run: Path) -> None:
+        self.world = world
+        self.files = files
+        self.run = run
+        self.saves: dict[int, Save] = {}
+        self.far: dict[int, int] = {}
+        self.deleted: set[int] = set()
+        self.overwriting = False
+        files.on_change = self._see
+
+    def begin_save(self, step: int, disks: dict[str, str]) -> Save:
+        """Returns a new save."""
+        save = Save(len(self.saves) + 1, step, disks)
+        for other in self.saves.values():
+            if other.step == step:
+                other.survives = None  # a step is not replaced in one instant
+        self.saves[save.token] = save
+        return save
+
+    def lose(self, disk: str) -> None:
+        """Notes that a disk lost what it held."""
+        for save in self.saves.values():
+            if disk in save.disks:
+                save.disks[f"lost {disk}"] = save.disks.pop(disk)
+
+    def check_state(self, state: dict[str, np.ndarray], names: tuple[str, ...]) -> Save:
+        """Returns the save that was restored.
+
+        Raises:
+            Violation: The values are those of several saves, or of none.
+        """
+        tokens = {int(value) for name in names for value in np.ravel(state[name])}
+        if len(tokens) != 1 or not tokens <= self.saves.keys():
+            raise kernel.Violation(f"a restore returns parts of the saves {tokens}")
+        return self.saves[tokens.pop()]
+
+    def promised(self, present: set[str]) -> Save | None:
+        """Returns the newest save that must be whole on these disks."""
+        found = [
+            save
+            for save in self.saves.values()
+            if save.survives is not None
+            and len({save.disks[disk] for disk in save.disks.keys() - present})
+            <= save.survives
+        ]
+        return max(found, key=lambda save: (save.step, save.token), default=None)
+
+    # ---- the run directory --------------------------------------------------------
+
+    def _see(self, name: str, paths: tuple[str, ...]) -> None:
+        if name not in ("rename", "replace", "exchange"):
+            return
+        old, new = Path(paths[0]), Path(paths[-1])
+        if new.parent == self.run and new.name.isdecimal():
+            self._see_new(new)
+        elif old.parent == self.run and old.name.isdecimal():
+            self.far.pop(int(old.name), None)
+
+    def _see_new(self, path: Path) -> None:
+        step = int(path.name)
+        try:
+            tokens = {_read_token(path, name) for name in _PARTS}
+        except (OSError, ValueError) as error:
+            raise kernel.Violation(f"{path.name} is uploaded, but {error}") from None
+        if len(tokens) != 1:
+            raise kernel.Violation(f"{path.name} is uploaded with parts of {tokens}")
+        (token,) = tokens
+        before = self.far.get(step, 0)
+        if token < before:
+            raise kernel.Violation(
+                f"save {before} of step {step} is replaced by the older {token}"
+            )
+        self.far[step] = token
+
+    def check_far(self, latest: int) -> None:
+        """Checks that the run directory has what it must have."""
+        with self.files.observing():
+            there = {int(p.name) for p in self.run.iterdir() if p.name.isdecimal()}
+        if there != self.far.keys():
+            raise kernel.Violation(f"the run has {there} instead of {self.far}")
+
+
+def _read_token(path: Path, name: str) -> int:
+    return databases.read_token(lambda f: (path / "state" / f).read_bytes(), name)
+
+
+# ---- the script of a job ----------------------------------------------------------
+
+
+class Setting(NamedTuple):
+    """What all jobs of a history agree on.
+
+    Attributes:
+        run: The run directory.
+        latest: Retention keeps this number of newest steps there; 0 for all.
+        near: And this number on the local disks.
+        copies: The number of copies at peers.
+        domain_size: The number of machines in a failure domain.
+    """
+
+    run: Path
+    latest: int
+    near: int
+    copies: int
+    domain_size: int
+
+    def domain(self, machine: str) -> str:
+        """Returns the failure domain of a machine."""
+        return f"rack{int(machine[1:]) // self.domain_size}"
+
+
+class Turn(NamedTuple):
+    """What all processes of a job do at the same point of their program."""
+
+    kind: str
+
+
+class Result(NamedTuple):
+    """What became of a turn in one process.
+
+    Attributes:
+        error: The error, or None.
+        secs: The time that it took.
+        save: The restored save.
+        from_directory: Bytes that a restore has copied from the run directory.
+    """
+
+    error: errors.CheckpointError | None
+    secs: float
+    save: Save | None = None
+    from_directory: int = 0
+
+
+class Script:
+    """The program of all processes of a job.
+
+    Args:
+        ledger: The ledger.
+        setting: What all jobs agree on.
+        job: The job.
+        machines: Process -> its machine.
+        turns: What they do.
+        timeout_secs: Time for which processes wait for each other.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        setting: Setting,
+        job: jobs.Job,
+        machines: list[str],
+        turns: list[str],
+        timeout_secs: float,
+    ) -> None:
+        self.results: list[dict[kernel.Process, Result]] = [{} for _ in turns]
+        self.turns = turns
+        self.timeout_secs = timeout_secs
+        self.job = job
+        self.machines = machines
+        self._ledger = ledger
+        self._setting = setting
+        self._saves: dict[int, Save] = {}
+        self._has_ended: set[int] = set()
+
+    def disk(self, index: int) -> Path:
+        """Returns the disk of a process."""
+        return self._ledger.files.root / self.machines[index]
+
+    def __call__(self) -> None:
+        world, setting = self._ledger.world, self._setting
+        process = world.task.process
+        process.__dict__[jobs.NAME] = self.job
+        _Program(self, self._ledger, setting)()
+        self._has_ended.add(process.pid)
+        if self.job.index[process.pid] == 0:  # as jax's process 0 does at its exit
+            until = world.now + jobs._SHUTDOWN_SECS
+            while world.now < until and not self._are_others_gone():
+                world.sleep(1.0)
+
+    def _are_others_gone(self) -> bool:
+        processes = self._ledger.world.processes
+        return all(
+            pid in self._has_ended or not processes[pid].is_alive
+            for pid in self.job.index
+        )
+
+    def save_of(self, number: int, step: int) -> Save:
+        """Returns the save of a turn, the same in all processes."""
+        if number not in self._saves:
+            held = {name: self._setting.domain(name) for name in self.machines}
+            self._saves[number] = self._ledger.begin_save(step, held)
+        return self._saves[number]
+
+
+class _Program:
+    """What a process does."""
+
+    def __init__(self, script: Script, ledger: Ledger, setting: Setting) -> None:
+        self._script = script
+        self._ledger = ledger
+        self._setting = setting
+        self._world = ledger.world
+        self._step = 0
+        self._last: Save | None = None
+        self._from_directory = 0
+
+    def __call__(self) -> None:
+        script, world = self._script, self._world
+        process = world.task.process
+        try:
+            self._open()
+            for number, kind in enumerate(script.turns):
+                begin = world.now
+                error, save = None, None
+                world.record(kind)
+                try:
+                    save = getattr(self, f"_{kind}")(number)
+                except errors.CheckpointError as failure:
+                    _check_error(failure)
+                    world.record(f"{kind} fails", f"{failure!r}"[:400])
+                    error = failure
+                script.results[number][process] = Result(
+                    error, world.now - begin, save, self._from_directory
+                )
+                if error is not None and kind == "restore" and not self._may_go_on(error):
+                    return
+                world.sleep(5 * world.random.random())
+            world.record("close")
+            self._checkpointer.close()
+        except errors.CheckpointError as failure:
+            _check_error(failure)
+            world.record("fails", f"{failure!r}"[:400])
+
+    def _may_go_on(self, error: errors.CheckpointError) -> bool:
+        """Returns False for a restore that failed: the program ends."""
+        return isinstance(error, errors.CheckpointNotFoundError)
+
+    def _note(self, event: flaxckpt.Event) -> None:
+        if event.kind == "restored":
+            self._from_directory = event.details["from_directory"]
+
+    def _open(self) -> None:
+        script, setting = self._script, self._setting
+        self._checkpointer = flaxckpt.Checkpointer(
+            setting.run,
+            keep=[policies.LatestN(setting.latest)] if setting.latest else [],
+            staging=lambda index: script.disk(index) / "local",
+            keep_staging=[policies.LatestN(setting.near)],
+            staging_copies=setting.copies,
+            failure_domain=lambda index: setting.domain(script.machines[index]),
+            peer_timeout_secs=script.timeout_secs,
+            sinks=[self._note],
+        )
+
+    def _restore(self, number: int) -> Save:
+        self._from_directory = 0
+        state = self._checkpointer.restore()
+        save = self._ledger.check_state(state, _PARTS)
+        if self._checkpointer.restored_step != save.step:
+            raise kernel.Violation(
+                f"{save} is restored as step {self._checkpointer.restored_step}"
+            )
+        self._world.record(f"restores {save}", f"{self._from_directory} from afar")
+        self._step = save.step
+        return save
+
+    def _save(self, number: int, *, overwrite: bool = False) -> Save:
+        step = self._step + (not overwrite or not self._step)
+        save = self._script.save_of(number, step)
+        self._step = save.step
+        state = {name: np.full(4, save.token) for name in _PARTS}
+        handle = self._checkpointer.save(self._step, state, overwrite=overwrite)
+        handle.wait()
+        if save.survives is None:
+            self._world.record(f"acknowledged: {save}")
+            save.survives = 0
+        self._last = save
+        return save
+
+    def _overwrite(self, number: int) -> Save:
+        return self._save(number, overwrite=True)
+
+    def _copies(self, number: int) -> None:
+        self._checkpointer.wait_for_copies()
+        save, setting = self._last, self._setting
+        if save is not None and save.survives == 0:
+            domains = len({*save.disks.values()})
+            save.survives = min(setting.copies, domains - 1)
+            self._world.record(f"copied: {save}", save.survives)
+
+    def _uploads(self, number: int) -> None:
+        self._checkpointer.wait_for_uploads()
+
+    def _pin(self, number: int) -> None:
+        if self._step:
+            self._checkpointer.pin(self._step)
+
+    def _delete(self, number: int) -> None:
+        for save in self._ledger.saves.values():
+            if save.step == self._step:
+                save.survives = None
+        if self._step:
+            self._checkpointer.delete(self._step)
+            self._step -= 1
+
+
+def _check_error(error: errors.CheckpointError) -> None:
+    """Checks that an error is not that of a defect."""
+    for name in ("TypeError", "KeyError", "AssertionError", "AttributeError"):
+        if name in f"{error!r} {error.__cause__!r}":
+            raise kernel.Violation(f"an error hides a defect: {error!r}") from error
+
+
+# ---- invariants -------------------------------------------------------------------
+
+
+def _check_agreement(script: Script) -> None:
+    """Checks that all processes restore the same save."""
+    for kind, results in zip(script.turns, script.results, strict=True):
+        found = {str(r.save) for r in results.values() if r.save is not None}
+        if len(found) > 1:
+            raise kernel.Violation(f"{kind} gives {sorted(found)}")
+
+
+def _check_times(script: Script) -> None:
+    """Checks that processes wait no longer than documented."""
+    limit = 6 * (operation._MARGIN * script.timeout_secs + operation._GRACE_SECS)
+    for kind, results in zip(script.turns, script.results, strict=True):
+        for process, result in results.items():
+            if result.secs > limit + 3000:
+                raise kernel.Violation(f"{kind} takes {result.secs:.0f} s in {process}")
+
+
+def _check_calm(script: Script, promised: Save | None, far: dict[int, int]) -> None:
+    """Checks the first turn, a restore, of a job without faults."""
+    wanted = max(far, default=0)
+    for process, result in script.results[0].items():
+        save = result.save
+        if save is None:
+            if promised is not None or far:
+                raise kernel.Violation(
+                    f"{process} restores nothing, neither {promised} nor"
+                    f" {far}: {result.error!r}"
+                )
+            continue
+        if save.step < wanted:
+            raise kernel.Violation(f"{process} restores {save} instead of {wanted}")
+        if promised is None or save.step > promised.step:
+            continue
+        if save.step < promised.step or save.token < promised.token:
+            raise kernel.Violation(f"{process} restores {save} instead of {promised}")
+        if result.from_directory:
+            raise kernel.Violation(f"{process} reads {save} from the run directory")
+
+
+# ---- histories --------------------------------------------------------------------
+
+_KINDS = {
+    "save": 5,
+    "overwrite": 1,
+    "restore": 1,
+    "copies": 3,
+    "uploads": 1,
+    "pin": 1,
+    "delete": 1,
+}
+
+
+class _Story:
+    """A run, job by job.
+
+    Args:
+        world: The world.
+        files: The disks.
+    """
+
+    def __init__(self, world: kernel.World, files: disks.Disks) -> None:
+        random = world.random
+        self._world = world
+        self._files = files
+        self._random = random
+        self._network = network.Network(world)
+        self._setting = Setting(
+            files.root / "run",
+            random.choice((0, 0, 1, 2)),
+            random.choice((1, 1, 2)),
+            random.choice((0, 1, 1, 2)),
+            random.choice((1, 1, 2)),
+        )
+        self._setting.run.mkdir()
+        self._machines = [f"m{number}" for number in range(_MOST_PROCESSES + 1)]
+        for name in self._machines:
+            (files.root / name).mkdir()
+        self.ledger = Ledger(world, files, self._setting.run)
+        self._starts = 0
+        world.record(f"{self._setting}")
+
+    def run(self) -> None:
+        """Runs all jobs."""
+        random = self._random
+        count = random.randint(2, _MOST_PROCESSES)
+        for _ in range(random.randint(1, 3)):
+            self._run_job(count, is_calm=random.random() < 0.3)
+            self._change_disks()
+            if random.random() < 0.5:
+                count = random.randint(1, _MOST_PROCESSES)
+        self._run_job(count, is_calm=True, is_last=True)
+
+    def _draw_turns(self) -> list[str]:
+        kinds, weights = list(_KINDS), list(_KINDS.values())
+        size = self._random.randint(1, 6)
+        return ["restore", *self._random.choices(kinds, weights, k=size)]
+
+    def _run_job(self, count: int, *, is_calm: bool, is_last: bool = False) -> None:
+        world, random = self._world, self._random
+        slow = 0.0 if is_calm else random.choice((0.0, 0.0, 0.02, 0.1))
+        weather = jobs.Weather(slow, random.choice((1.0, 5.0)))
+        service = jobs.Service(world, weather)
+        job = jobs.Job(count, service, self._starts)
+        machines = self._machines[:count]
+        timeout_secs = random.choice((20.0, 100.0))
+        turns = ["restore", "save", "copies", "uploads", "restore"]
+        if not is_last:
+            turns = self._draw_turns()
+        script = Script(self.ledger, self._setting, job, machines, turns, timeout_secs)
+        processes = []
+        for index, machine in enumerate(machines):
+            process = world.start(
+                f"{'abcdef'[self._starts]}{index}",
+                script,
+                machine=machine,
+                after=5 * random.random(),
+            )
+            job.index[process.pid] = index
+            processes.append(process)
+        service.host = processes[0]
+        self._starts += 1
+        present = {str(machine) for machine in machines}
+        promised, far = self.ledger.promised(present), dict(self.ledger.far)
+        world.record(f"a job of {count}, {'calm' if is_calm else 'disturbed'}")
+        world.record(f"promised: {promised}, far: {far}")
+        if not is_calm:
+            self._disturb(processes, service)
+        world.run(limit_secs=50_000.0)
+        self._network.weather = network.Weather()
+        self._network.apart.clear()
+        self._files.failing.clear()
+        self._files.weather = filesystem.Weather()
+        _check_agreement(script)
+        _check_times(script)
+        if is_calm:
+            _check_calm(script, promised, far)
+        self.ledger.check_far(self._setting.latest)
+        self._crashed = [p.machine for p in processes if p.crash_after is not None]
+
+    def _disturb(
+        self, processes: list[kernel.Process], service: jobs.Service
+    ) -> None:
+        """Draws what happens to a job."""
+        random, world = self._random, self._world
+        for process in processes:
+            process.clock_secs = random.uniform(-10_000, 10_000)
+        kinds = ("crash", "crash", "pause", "cut", "apart", "network", "disk", "run")
+        for kind in random.sample(kinds, random.randint(0, 3)):
+            process = random.choice(processes)
+            begin, secs = 40 * random.random(), 100 * random.random()
+            world.record(f"fault: {kind} {process}", f"{begin:.1f} {secs:.1f}")
+            if kind == "crash":
+                process.crash_after = random.randrange(4000)
+            elif kind == "pause":
+                process.pauses[random.randrange(4000)] = random.choice((40, 80, 300))
+            elif kind == "cut":
+                self._at(begin, secs, service.cut_off, process.pid)
+            elif kind == "apart":
+                other = random.choice(processes)
+                pair = frozenset((process.machine, other.machine))
+                self._at(begin, secs, self._network.apart, pair)
+            elif kind == "network":
+                self._network.weather = network.Weather(
+                    random.choice((0.05, 0.3, 1.0)), random.choice((0.0, 0.1))
+                )
+            else:
+                path = self._files.root / process.machine
+                path = self._setting.run if kind == "run" else path
+                chance = random.choice((0.02, 1.0))
+                failing = self._files.failing
+                world.at(begin, functools.partial(failing.__setitem__, path, chance))
+                world.at(begin + secs, functools.partial(failing.pop, path, None))
+
+    def _at(self, begin: float, secs: float, group: set[Any], what: Any) -> None:
+        self._world.at(begin, functools.partial(group.add, what))
+        if self._random.random() < 0.7:
+            lift = functools.partial(group.discard, what)
+            self._world.at(begin + secs, lift)
+
+    # ---- disks ----------------------------------------------------------------------
+
+    def _change_disks(self) -> None:
+        """Draws what happens to the disks between two jobs."""
+        random, world = self._random, self._world
+        for machine in self._crashed:
+            disk = self._files.root / machine
+            kind = random.choice(("kept", "power", "power", "gone"))
+            world.record(f"the disk of {machine}: {kind}")
+            if kind == "power":
+                self._files.cut_power(disk, random)
+            elif kind == "gone":
+                self._lose(machine)
+        if random.random() < 0.2:
+            self._lose(random.choice(self._machines))
+        if random.random() < 0.3:
+            self._damage(random.choice(self._machines))
+        if random.random() < 0.3:
+            self._swap(*random.sample(self._machines, 2))
+
+    def _lose(self, machine: str) -> None:
+        self._world.record(f"the disk of {machine} is lost")
+        shutil.rmtree(self._files.root / machine)
+        (self._files.root / machine).mkdir()
+        self.ledger.lose(machine)
+
+    def _swap(self, one: str, other: str) -> None:
+        self._world.record(f"{one} and {other} swap their disks")
+        self._machines = [
+            {one: other, other: one}.get(name, name) for name in self._machines
+        ]
+
+    def _damage(self, machine: str) -> None:
+        """Changes a file of a disk."""
+        random = self._random
+        root = self._files.root / machine
+        files = sorted(path for path in root.rglob("*") if path.is_file())
+        if not files:
+            return
+        file = random.choice(files)
+        kind = random.choice(("flipped", "truncated", "removed"))
+        self._world.record(f"{file.relative_to(root.parent)} is {kind}")
+        self.ledger.lose(machine)
+        content = bytearray(file.read_bytes())
+        file.unlink()  # not its hard links
+        if kind == "removed" or not content:
+            return
+        if kind == "truncated":
+            del content[random.randrange(len(content)) :]
+        else:
+            content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        file.write_bytes(content)
+
+
+def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
+    """Runs one history; returns its timeline if traced.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
+    with (
+        programs.quiet(),
+        filesystem.directory("tier") as root,
+        kernel.World(seed, is_traced=is_traced) as world,
+    ):
+        files = disks.Disks(world, root, filesystem.Weather())
+        try:
+            _Story(world, files).run()
+        finally:
+            files.close()
+        return world.timeline
