@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from flaxckpt._distributed.peer_files import FileServer, Peer
 
 _log = logging.getLogger(__name__)
+
+
+_TOKENS = f".{'[0-9a-f]' * 16}{_storage.temporary.TEMPORARY}"
+"""The names of the files of `PartTier._present`."""
 
 
 class PeerOptions(NamedTuple):
@@ -164,11 +168,8 @@ class PartTier:
                 self._root, self._address(hosts), self._certificate
             )
         domain = self._options.failure_domain or (lambda index: socket.gethostname())
-        # Not named like a step, so nobody takes it for one.
-        token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
-        token.touch()
-        try:
-            mine = [self._server.peer[:3], str(domain(self._own)), token.name]
+        with self._present() as token:
+            mine = [self._server.peer[:3], str(domain(self._own)), token]
             rows = [
                 json.loads(text) for text in operation.exchange("met", json.dumps(mine))
             ]
@@ -184,8 +185,8 @@ class PartTier:
                         f" such as {self._root}: each process needs its own, such as"
                         " staging='/local/run-{process}'"
                     )
-        finally:
-            token.unlink(missing_ok=True)
+            for left in self._root.glob(_TOKENS):  # also by a process that crashed
+                left.unlink(missing_ok=True)
         domains = [name for _, name, _ in rows]
         self._keepers = parts.choose_copies(domains, self._options.copies)
         if self.copies < self._options.copies:
@@ -221,6 +222,27 @@ class PartTier:
                 f"peer_network={network!r}: {error}; pass the network that all"
                 " processes of the job share"
             ) from None
+
+    @contextlib.contextmanager
+    def _present(self) -> Iterator[str]:
+        """Yields the name of a file that is in the directory of this process only.
+
+        Raises:
+            CheckpointError: The disk of this process fails, or is full.
+        """
+        # Not named like a step, so nobody takes it for one.
+        token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
+        try:
+            token.touch()
+            yield token.name
+        except OSError as error:
+            raise errors.CheckpointError(
+                f"{self._root} cannot be written: {error}; check this disk of process"
+                f" {self._own}, then try again"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                token.unlink()
 
     # ---- choosing ---------------------------------------------------------------
 

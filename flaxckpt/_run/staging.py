@@ -135,7 +135,8 @@ def _resolve(staging: Staging, directory: Path) -> Path:
         )
     try:
         with _storage.permissions.explain_errors(path / _OWNER):
-            owner = (path / _OWNER).read_text(encoding="utf-8").strip()
+            text = (path / _OWNER).read_text(encoding="utf-8", errors="replace")
+            owner = text.strip()
     except (FileNotFoundError, NotADirectoryError):
         return path
     if owner != str(directory):
