@@ -46,12 +46,12 @@ class Disks(filesystem.FileSystem):
     def synced(self, descriptor: int) -> None:
         with self.observing():
             status = os.fstat(descriptor)
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            path = Path(self.full(descriptor))
             try:
-                if os.path.isdir(path):
-                    self._names[status.st_ino] = self._list(Path(path))
+                if path.is_dir():
+                    self._names[status.st_ino] = self._list(path)
                 else:
-                    self._contents[status.st_ino] = Path(path).read_bytes()
+                    self._contents[status.st_ino] = path.read_bytes()
             except FileNotFoundError:  # removed meanwhile
                 return
 
@@ -70,13 +70,7 @@ class Disks(filesystem.FileSystem):
         Call it when no process uses the disk.
         """
         with self.observing():
-            contents, names = {}, {}
-            for directory, _, files in os.walk(disk):
-                names[os.stat(directory).st_ino] = self._list(Path(directory))
-                for name in files:
-                    file = Path(directory, name)
-                    contents[file.stat().st_ino] = file.read_bytes()
-            root = os.stat(disk).st_ino
+            names, contents = self._read(disk)
             new = disk.with_name(f"{disk.name}-new")
             chance = random.choice((0.0, 0.5, 1.0))
 
@@ -96,12 +90,20 @@ class Disks(filesystem.FileSystem):
                     now, synced = contents.get(inode), self._contents.get(inode, b"")
                     path.write_bytes(now if now is not None and is_kept() else synced)
 
-            rebuild(root, new)
+            rebuild(disk.stat().st_ino, new)
             shutil.rmtree(disk)
             new.rename(disk)
-            # All that is left is on the disk now.
-            for directory, _, files in os.walk(disk):
-                self._names[os.stat(directory).st_ino] = self._list(Path(directory))
-                for name in files:
-                    file = Path(directory, name)
-                    self._contents[file.stat().st_ino] = file.read_bytes()
+            names, contents = self._read(disk)  # all that is left is synced
+            self._names |= names
+            self._contents |= contents
+
+    def _read(self, disk: Path) -> tuple[dict[int, dict[str, int]], dict[int, bytes]]:
+        """Returns the names and the contents of a disk, by inode."""
+        names, contents = {}, {}
+        for path in (disk, *disk.rglob("*")):
+            inode = path.stat().st_ino
+            if path.is_dir():
+                names[inode] = self._list(path)
+            else:
+                contents[inode] = path.read_bytes()
+        return names, contents

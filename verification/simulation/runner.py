@@ -15,7 +15,7 @@ from typing import TextIO
 
 from verification.simulation import kernel, stand_ins
 
-KINDS = ("buckets", "runs", "files", "pauses", "pins", "jobs", "failures")
+KINDS = ("buckets", "runs", "files", "pauses", "pins", "jobs", "failures", "tier")
 """Modules with a function `history`."""
 
 _SHARD = 500

@@ -8,7 +8,7 @@ acknowledged, and what each disk that is lost takes with it.
 
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import errors, policies
-from flaxckpt._distributed import heartbeat, operation
+from flaxckpt._arrays import write_database
+from flaxckpt._distributed import operation
 from flaxckpt._run import uploads
 from verification.simulation import (
     databases,
@@ -35,14 +36,17 @@ PATCHES: dict[tuple[Any, str], Any] = {
     **jobs.PATCHES,
     **network.PATCHES,
     (uploads, "_LISTENING_SECS"): 2.0,
+    (write_database, "_OWN_FILE_BYTES"): 64,
 }
 """For `stand_ins.installed`."""
 
-_PARTS = tuple(f"p{number}" for number in range(6))
-"""The arrays of each state; those of a job's process are written by it alone."""
+_PARTS = tuple(f"p{number}" for number in range(4))
+"""The arrays that change; each is written by one process of a job."""
+
+_FROZEN = {f"frozen_p{number}": np.full(16, -number) for number in range(2)}
+"""The arrays that stay, whose files are linked from one step to the next."""
 
 _MOST_PROCESSES = 5
-_LEFTOVER = "9.orbax-checkpoint-tmp-left-behind"
 
 
 # ---- what is known outside of all processes ----------------------------------------
@@ -57,6 +61,8 @@ class Save:
         disks: Disk -> its failure domain, of the processes that save.
         survives: The number of failure domains that may be lost; None before it is
             acknowledged, and once nothing is promised any more.
+        is_superseded: Whether a newer step was acknowledged, so that retention may
+            delete it.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -64,6 +70,7 @@ class Save:
         self.step = step
         self.disks = disks
         self.survives: int | None = None
+        self.is_superseded = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -80,8 +87,7 @@ class Ledger:
     Attributes:
         saves: Number of a save -> the save.
         far: Step in the run directory -> its save.
-        deleted: Steps that users have deleted.
-        lost: Disks of which something is lost or damaged -> when.
+        on_commit: Called when a process has given its part of a save its name.
     """
 
     def __init__(self, world: kernel.World, files: disks.Disks, run: Path) -> None:
@@ -90,8 +96,7 @@ class Ledger:
         self.run = run
         self.saves: dict[int, Save] = {}
         self.far: dict[int, int] = {}
-        self.deleted: set[int] = set()
-        self.overwriting = False
+        self.on_commit: Callable[[], object] = lambda: None
         files.on_change = self._see
 
     def begin_save(self, step: int, disks: dict[str, str]) -> Save:
@@ -103,13 +108,27 @@ class Ledger:
         self.saves[save.token] = save
         return save
 
+    def acknowledge(self, save: Save) -> None:
+        """Notes that a save has succeeded."""
+        if save.survives is None:
+            self.world.record(f"acknowledged: {save}")
+            save.survives = 0
+            for other in self.saves.values():
+                other.is_superseded |= other.step < save.step
+
+    def delete(self, step: int) -> None:
+        """Notes that a user deletes a step."""
+        for save in self.saves.values():
+            if save.step == step or save.is_superseded:
+                save.survives = None
+
     def lose(self, disk: str) -> None:
         """Notes that a disk lost what it held."""
         for save in self.saves.values():
             if disk in save.disks:
                 save.disks[f"lost {disk}"] = save.disks.pop(disk)
 
-    def check_state(self, state: dict[str, np.ndarray], names: tuple[str, ...]) -> Save:
+    def check_state(self, state: dict[str, np.ndarray], names: Iterable[str]) -> Save:
         """Returns the save that was restored.
 
         Raises:
@@ -118,6 +137,9 @@ class Ledger:
         tokens = {int(value) for name in names for value in np.ravel(state[name])}
         if len(tokens) != 1 or not tokens <= self.saves.keys():
             raise kernel.Violation(f"a restore returns parts of the saves {tokens}")
+        for name, values in _FROZEN.items():
+            if name in state and not np.array_equal(state[name], values):
+                raise kernel.Violation(f"a restore returns another {name}")
         return self.saves[tokens.pop()]
 
     def promised(self, present: set[str]) -> Save | None:
@@ -137,6 +159,8 @@ class Ledger:
         if name not in ("rename", "replace", "exchange"):
             return
         old, new = Path(paths[0]), Path(paths[-1])
+        if new.parent.name == "local" and new.name.isdecimal():
+            self.on_commit()
         if new.parent == self.run and new.name.isdecimal():
             self._see_new(new)
         elif old.parent == self.run and old.name.isdecimal():
@@ -158,7 +182,7 @@ class Ledger:
             )
         self.far[step] = token
 
-    def check_far(self, latest: int) -> None:
+    def check_far(self) -> None:
         """Checks that the run directory has what it must have."""
         with self.files.observing():
             there = {int(p.name) for p in self.run.iterdir() if p.name.isdecimal()}
@@ -193,12 +217,6 @@ class Setting(NamedTuple):
     def domain(self, machine: str) -> str:
         """Returns the failure domain of a machine."""
         return f"rack{int(machine[1:]) // self.domain_size}"
-
-
-class Turn(NamedTuple):
-    """What all processes of a job do at the same point of their program."""
-
-    kind: str
 
 
 class Result(NamedTuple):
@@ -286,6 +304,7 @@ class _Program:
         self._ledger = ledger
         self._setting = setting
         self._world = ledger.world
+        self._index = script.job.index[self._world.task.process.pid]
         self._step = 0
         self._last: Save | None = None
         self._from_directory = 0
@@ -296,7 +315,7 @@ class _Program:
         try:
             self._open()
             for number, kind in enumerate(script.turns):
-                begin = world.now
+                begin, self._from_directory = world.now, 0
                 error, save = None, None
                 world.record(kind)
                 try:
@@ -308,7 +327,11 @@ class _Program:
                 script.results[number][process] = Result(
                     error, world.now - begin, save, self._from_directory
                 )
-                if error is not None and kind == "restore" and not self._may_go_on(error):
+                if (
+                    error is not None
+                    and kind == "restore"
+                    and not self._may_go_on(error)
+                ):
                     return
                 world.sleep(5 * world.random.random())
             world.record("close")
@@ -316,10 +339,6 @@ class _Program:
         except errors.CheckpointError as failure:
             _check_error(failure)
             world.record("fails", f"{failure!r}"[:400])
-
-    def _may_go_on(self, error: errors.CheckpointError) -> bool:
-        """Returns False for a restore that failed: the program ends."""
-        return isinstance(error, errors.CheckpointNotFoundError)
 
     def _note(self, event: flaxckpt.Event) -> None:
         if event.kind == "restored":
@@ -339,9 +358,19 @@ class _Program:
         )
 
     def _restore(self, number: int) -> Save:
-        self._from_directory = 0
-        state = self._checkpointer.restore()
-        save = self._ledger.check_state(state, _PARTS)
+        return self._check_restored(self._checkpointer.restore(), _PARTS)
+
+    def _restore_some(self, number: int) -> Save:
+        """Restores some arrays, so that others of a part are not copied."""
+        names = [*_PARTS, *_FROZEN]
+        names = Random(f"{self._world.seed} {number} {self._index}").sample(names, 3)
+        names = [_PARTS[0], *(name for name in names if name != _PARTS[0])]
+        like = {name: np.zeros(16, np.int64) for name in names}
+        state = self._checkpointer.restore(like, unused="ignore")
+        return self._check_restored(state, set(_PARTS).intersection(names))
+
+    def _check_restored(self, state: dict[str, Any], names: Iterable[str]) -> Save:
+        save = self._ledger.check_state(state, names)
         if self._checkpointer.restored_step != save.step:
             raise kernel.Violation(
                 f"{save} is restored as step {self._checkpointer.restored_step}"
@@ -354,12 +383,10 @@ class _Program:
         step = self._step + (not overwrite or not self._step)
         save = self._script.save_of(number, step)
         self._step = save.step
-        state = {name: np.full(4, save.token) for name in _PARTS}
+        state = {name: np.full(16, save.token) for name in _PARTS} | _FROZEN
         handle = self._checkpointer.save(self._step, state, overwrite=overwrite)
         handle.wait()
-        if save.survives is None:
-            self._world.record(f"acknowledged: {save}")
-            save.survives = 0
+        self._ledger.acknowledge(save)
         self._last = save
         return save
 
@@ -381,11 +408,16 @@ class _Program:
         if self._step:
             self._checkpointer.pin(self._step)
 
-    def _delete(self, number: int) -> None:
-        for save in self._ledger.saves.values():
-            if save.step == self._step:
-                save.survives = None
+    def _measure(self, number: int) -> None:
         if self._step:
+            self._checkpointer.add_metrics(self._step, {"accuracy": 0.5})
+
+    def _prune(self, number: int) -> None:
+        self._checkpointer.prune()
+
+    def _delete(self, number: int) -> None:
+        if self._step:
+            self._ledger.delete(self._step)
             self._checkpointer.delete(self._step)
             self._step -= 1
 
@@ -439,17 +471,59 @@ def _check_calm(script: Script, promised: Save | None, far: dict[int, int]) -> N
             raise kernel.Violation(f"{process} reads {save} from the run directory")
 
 
+def _check_last(script: Script) -> None:
+    """Checks a job without faults that restores, saves, copies, and restores."""
+    _, saved, copied, _, restored = script.results
+    for process, result in [*saved.items(), *copied.items()]:
+        if result.error is not None:
+            raise kernel.Violation(f"{process} cannot save: {result.error!r}")
+    for process, result in restored.items():
+        if result.save is not saved[process].save or result.from_directory:
+            raise kernel.Violation(f"{process} does not restore what it saved")
+
+
+def _check_leftovers(directory: Path) -> None:
+    """Checks that nothing of a crash is left for ever."""
+    names = {path.name for path in directory.iterdir()}
+    left = {name for name in names if not name.isdecimal()}
+    left -= {"STAGING_OF", "events.jsonl"}
+    for path in directory.iterdir():
+        if path.name.isdecimal():
+            temporary = [p for p in path.rglob("*") if p.name.endswith((".tmp", "~"))]
+            left |= {f"{path.name}/{p.name}" for p in temporary}
+    if left:
+        raise kernel.Violation(f"{sorted(left)} are left for ever in {directory}")
+
+
 # ---- histories --------------------------------------------------------------------
 
 _KINDS = {
     "save": 5,
-    "overwrite": 1,
+    "overwrite": 2,
     "restore": 1,
     "copies": 3,
     "uploads": 1,
+    "restore_some": 1,
     "pin": 1,
+    "measure": 1,
+    "prune": 1,
     "delete": 1,
 }
+"""What jobs do -> how often, relative to the others."""
+
+
+_FAULTS = (
+    "crash",
+    "outage",
+    "outage",
+    "pause",
+    "cut",
+    "apart",
+    "network",
+    "disk",
+    "run",
+)
+"""What happens to jobs."""
 
 
 class _Story:
@@ -479,6 +553,7 @@ class _Story:
             (files.root / name).mkdir()
         self.ledger = Ledger(world, files, self._setting.run)
         self._starts = 0
+        self._crashed: set[str] = set()
         world.record(f"{self._setting}")
 
     def run(self) -> None:
@@ -510,12 +585,13 @@ class _Story:
             turns = self._draw_turns()
         script = Script(self.ledger, self._setting, job, machines, turns, timeout_secs)
         processes = []
+        pause = 700.0 if is_last else random.choice((0.0, 0.0, 700.0))
         for index, machine in enumerate(machines):
             process = world.start(
-                f"{'abcdef'[self._starts]}{index}",
+                f"{'abcdefgh'[self._starts]}{index}",
                 script,
                 machine=machine,
-                after=5 * random.random(),
+                after=pause + 5 * random.random(),
             )
             job.index[process.pid] = index
             processes.append(process)
@@ -530,29 +606,35 @@ class _Story:
         world.run(limit_secs=50_000.0)
         self._network.weather = network.Weather()
         self._network.apart.clear()
+        self.ledger.on_commit = lambda: None
         self._files.failing.clear()
         self._files.weather = filesystem.Weather()
         _check_agreement(script)
         _check_times(script)
         if is_calm:
             _check_calm(script, promised, far)
-        self.ledger.check_far(self._setting.latest)
-        self._crashed = [p.machine for p in processes if p.crash_after is not None]
+        if is_last:
+            _check_last(script)
+            for machine in machines:
+                _check_leftovers(self._files.root / machine / "local")
+            _check_leftovers(self._setting.run)
+        self.ledger.check_far()
+        self._crashed |= {p.machine for p in processes if p.crash_after is not None}
 
-    def _disturb(
-        self, processes: list[kernel.Process], service: jobs.Service
-    ) -> None:
+    def _disturb(self, processes: list[kernel.Process], service: jobs.Service) -> None:
         """Draws what happens to a job."""
         random, world = self._random, self._world
         for process in processes:
             process.clock_secs = random.uniform(-10_000, 10_000)
-        kinds = ("crash", "crash", "pause", "cut", "apart", "network", "disk", "run")
-        for kind in random.sample(kinds, random.randint(0, 3)):
+        for kind in random.sample(_FAULTS, random.randint(0, 3)):
             process = random.choice(processes)
             begin, secs = 40 * random.random(), 100 * random.random()
             world.record(f"fault: {kind} {process}", f"{begin:.1f} {secs:.1f}")
             if kind == "crash":
                 process.crash_after = random.randrange(4000)
+            elif kind == "outage":
+                size = random.randint(1, len(processes))
+                self._draw_outage(random.sample(processes, size))
             elif kind == "pause":
                 process.pauses[random.randrange(4000)] = random.choice((40, 80, 300))
             elif kind == "cut":
@@ -573,6 +655,19 @@ class _Story:
                 world.at(begin, functools.partial(failing.__setitem__, path, chance))
                 world.at(begin + secs, functools.partial(failing.pop, path, None))
 
+    def _draw_outage(self, processes: list[kernel.Process]) -> None:
+        """Lets processes crash while a step, or its replacement, is committed."""
+        world, left = self._world, [self._random.randint(1, 3 * len(processes))]
+
+        def see() -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                for process in processes:
+                    self._crashed.add(process.machine)
+                    world.at(0.0, functools.partial(world.crash, process))
+
+        self.ledger.on_commit = see
+
     def _at(self, begin: float, secs: float, group: set[Any], what: Any) -> None:
         self._world.at(begin, functools.partial(group.add, what))
         if self._random.random() < 0.7:
@@ -584,7 +679,8 @@ class _Story:
     def _change_disks(self) -> None:
         """Draws what happens to the disks between two jobs."""
         random, world = self._random, self._world
-        for machine in self._crashed:
+        crashed, self._crashed = sorted(self._crashed), set()
+        for machine in crashed:
             disk = self._files.root / machine
             kind = random.choice(("kept", "power", "power", "gone"))
             world.record(f"the disk of {machine}: {kind}")
@@ -596,6 +692,8 @@ class _Story:
             self._lose(random.choice(self._machines))
         if random.random() < 0.3:
             self._damage(random.choice(self._machines))
+        if random.random() < 0.1:
+            self._give_to_another_run(random.choice(self._machines))
         if random.random() < 0.3:
             self._swap(*random.sample(self._machines, 2))
 
@@ -604,6 +702,15 @@ class _Story:
         shutil.rmtree(self._files.root / machine)
         (self._files.root / machine).mkdir()
         self.ledger.lose(machine)
+
+    def _give_to_another_run(self, machine: str) -> None:
+        """Lets another run use a disk, and a job find that out."""
+        self._world.record(f"another run uses the disk of {machine}")
+        local = self._files.root / machine / "local"
+        local.mkdir(exist_ok=True)
+        (local / "STAGING_OF").write_bytes(b"/another/\xff\n")
+        self._run_job(len(self._machines) - 1, is_calm=False)
+        self._lose(machine)
 
     def _swap(self, one: str, other: str) -> None:
         self._world.record(f"{one} and {other} swap their disks")
@@ -616,6 +723,7 @@ class _Story:
         random = self._random
         root = self._files.root / machine
         files = sorted(path for path in root.rglob("*") if path.is_file())
+        files = [path for path in files if path.name != "STAGING_OF"]
         if not files:
             return
         file = random.choice(files)
@@ -623,8 +731,8 @@ class _Story:
         self._world.record(f"{file.relative_to(root.parent)} is {kind}")
         self.ledger.lose(machine)
         content = bytearray(file.read_bytes())
-        file.unlink()  # not its hard links
         if kind == "removed" or not content:
+            file.unlink()
             return
         if kind == "truncated":
             del content[random.randrange(len(content)) :]
