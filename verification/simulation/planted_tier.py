@@ -9,7 +9,7 @@ from flaxckpt._checkpoint import verify
 from flaxckpt._distributed import operation
 from flaxckpt._run import parts, peer_copies
 from flaxckpt._zarr import chunk_file
-from verification.simulation import tier
+from verification.simulation import network, tier
 from verification.simulation.planted_files import Fault
 
 _Choice = tuple[list[parts.Whole], list[parts.Lost]]
@@ -69,7 +69,7 @@ def _identify_by_step(path: Path) -> str | None:
     return path.name if (path / parts.MARKER).exists() else None
 
 
-FAULTS = {
+FAULTS = {  # some with the faults of the world that show them
     # Three checks hold this off: the first alone makes steps unreadable at most.
     "parts of several saves of a step are mixed": Fault(
         tier,
@@ -83,14 +83,26 @@ FAULTS = {
         tier, {(parts, "choose"): _ask_first_only}
     ),
     "a copy is not verified": Fault(
-        tier, {(verify, "find_faults"): lambda path, names: {}}
+        tier,
+        {
+            (verify, "find_faults"): lambda path, names: {},
+            (tier, "_FAULTS"): ("network",) * 3,
+            (network, "_FAULTS"): ("wrong bytes",),
+        },
     ),
     "a copy is not synced": Fault(
-        tier, {(peer_copies, "_storage"): _unsynced_storage()}
+        tier,
+        {
+            (peer_copies, "_storage"): _unsynced_storage(),
+            (tier, "_FAULTS"): ("crash",) * 3,
+        },
     ),
     "a save is acknowledged before all parts are committed": Fault(
         tier,
-        {(operation.Operation, "exchange"): _exchange_without("durable", "committed")},
+        {
+            (operation.Operation, "exchange"): _exchange_without("committed"),
+            (tier, "_FAULTS"): ("outage",) * 3,
+        },
     ),
     "copies are in the failure domain of their part": Fault(
         tier, {(parts, "choose_copies"): _copy_to_neighbours}

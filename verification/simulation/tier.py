@@ -61,8 +61,6 @@ class Save:
         disks: Disk -> its failure domain, of the processes that save.
         survives: The number of failure domains that may be lost; None before it is
             acknowledged, and once nothing is promised any more.
-        is_superseded: Whether a newer step was acknowledged, so that retention may
-            delete it.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -70,7 +68,6 @@ class Save:
         self.step = step
         self.disks = disks
         self.survives: int | None = None
-        self.is_superseded = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -83,6 +80,7 @@ class Ledger:
         world: The world.
         files: The disks.
         run: The run directory.
+        near: The number of newest steps that retention keeps on the disks.
 
     Attributes:
         saves: Number of a save -> the save.
@@ -90,8 +88,11 @@ class Ledger:
         on_commit: Called when a process has given its part of a save its name.
     """
 
-    def __init__(self, world: kernel.World, files: disks.Disks, run: Path) -> None:
+    def __init__(
+        self, world: kernel.World, files: disks.Disks, run: Path, near: int
+    ) -> None:
         self.world = world
+        self.near = near
         self.files = files
         self.run = run
         self.saves: dict[int, Save] = {}
@@ -113,13 +114,16 @@ class Ledger:
         if save.survives is None:
             self.world.record(f"acknowledged: {save}")
             save.survives = 0
+            steps = {s.step for s in self.saves.values() if s.survives is not None}
             for other in self.saves.values():
-                other.is_superseded |= other.step < save.step
+                # Retention deletes older steps at once, not when this one has copies.
+                if sum(step > other.step for step in steps) >= self.near:
+                    other.survives = None
 
     def delete(self, step: int) -> None:
         """Notes that a user deletes a step."""
         for save in self.saves.values():
-            if save.step == step or save.is_superseded:
+            if save.step == step:
                 save.survives = None
 
     def lose(self, disk: str) -> None:
@@ -327,11 +331,8 @@ class _Program:
                 script.results[number][process] = Result(
                     error, world.now - begin, save, self._from_directory
                 )
-                if (
-                    error is not None
-                    and kind == "restore"
-                    and not self._may_go_on(error)
-                ):
+                is_new = isinstance(error, errors.CheckpointNotFoundError)
+                if error is not None and kind == "restore" and not is_new:
                     return
                 world.sleep(5 * world.random.random())
             world.record("close")
@@ -551,7 +552,7 @@ class _Story:
         self._machines = [f"m{number}" for number in range(_MOST_PROCESSES + 1)]
         for name in self._machines:
             (files.root / name).mkdir()
-        self.ledger = Ledger(world, files, self._setting.run)
+        self.ledger = Ledger(world, files, self._setting.run, self._setting.near)
         self._starts = 0
         self._crashed: set[str] = set()
         world.record(f"{self._setting}")
