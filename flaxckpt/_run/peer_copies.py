@@ -308,8 +308,10 @@ def copy_parts(
             _storage.files.make_parents(path, request.name)
             (aside / request.name).replace(path / request.name)
     if is_durable:
-        for directory in {(path / request.name).parent for request in requests}:
-            _storage.files.sync_directory(directory)
+        # With their parents: those of files of large arrays are new, too.
+        names = {parent for each in requests for parent in Path(each.name).parents}
+        for name in sorted(names):
+            _storage.files.sync_directory(path / name)
     return copied
 
 
