@@ -160,17 +160,23 @@ def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[
     return frozenset(name for n in assigned if n for name in assigned[n])
 
 
-def copy_part(staging: Path, operation: Operation) -> Path:
-    """Copies the files that process 0 assigns to this process; returns the step.
+def copy_part(
+    staging: Path, operation: Operation
+) -> tuple[Path, _steps.markers.UploadMarker | None]:
+    """Copies the files that process 0 assigns to this process.
 
     Args:
         staging: The staging directory of this process.
         operation: The operation that process 0 has called.
+
+    Returns:
+        The step, and its upload marker before; None if another save is there.
     """
     name, save = json.loads(operation.first("next", str))
     path = staging / str(name)
     held = find_held(path)
     is_same = held is not None and held.save == save
+    marker = _steps.markers.read_upload_marker(path) if is_same else None
     operation.report("held", json.dumps(held.parts if held and is_same else ()))
     text, assigned = json.loads(operation.first("copy", str))
     target = _storage.paths.resolve(text)
@@ -187,7 +193,7 @@ def copy_part(staging: Path, operation: Operation) -> Path:
     _storage.of(target).sync_files(paths, _THREADS)
     operation.report("copied")
     operation.first("committed", str, is_patient=True)
-    return path
+    return path, marker
 
 
 def _belongs(file: Path) -> bool:

@@ -133,9 +133,10 @@ class Uploads:
             listener = self._listener
             operation.is_wanted = lambda: not (listener and listener.is_stopped())
             with _distributed.agreement.closing(operation):
-                path = upload_copies.copy_part(self._staging, operation)
-                with self.change_lock.get(), contextlib.suppress(FileNotFoundError):
-                    _steps.markers.unmark_upload(path)
+                path, marker = upload_copies.copy_part(self._staging, operation)
+                if marker is not None:
+                    with self.step_lock.get():  # a save may replace the step now
+                        self._remove_marker(path, marker)
         except ConnectionError:
             return False
         except Exception as error:  # process 0 reports it, too
