@@ -1,8 +1,11 @@
 """Histories of the local tier keep their guarantees, and find planted faults."""
 
+import functools
+
 import pytest
 
-from verification.simulation import planted_tier, runner, tier
+from flaxckpt._run import upload_copies
+from verification.simulation import kernel, planted_tier, runner, tier
 
 FOUND: dict[int, str] = {}
 """Histories that found a defect, which has been mended since."""
@@ -28,6 +31,50 @@ def test_many_histories():
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_history_that_found_a_defect(seed):
     _run([seed])
+
+
+class _AllLost:
+    """Random numbers of a power cut that takes away all that was not synced."""
+
+    def choice(self, options):
+        return options[0]
+
+    def random(self):
+        return 0.5
+
+
+def test_copies_survive_a_power_cut():
+    with runner.installed(tier), tier.story(1, copies=1, domain_size=1) as story:
+        story.run_job(3, ["restore", "save", "copies"], is_calm=True)
+        for machine in ("m0", "m1", "m2"):
+            story.files.cut_power(story.files.root / machine, _AllLost())
+        story.lose("m1")
+        story.end(3)
+
+
+def _copy_part_slowly(staging, operation, copy_part=upload_copies.copy_part):
+    result = copy_part(staging, operation)
+    kernel.current().sleep(30.0)
+    return result
+
+
+def test_a_step_that_is_replaced_while_it_is_uploaded_is_not_taken_for_uploaded():
+    patches = {(upload_copies, "copy_part"): _copy_part_slowly}
+    with runner.installed(tier, patches), tier.story(1, copies=0, latest=0) as story:
+        acknowledge = story.ledger.acknowledge
+
+        def see(save):
+            if save.survives is None and save.token == 2:  # it is never uploaded
+                story.files.failing[story.files.root / "run"] = 1.0
+                for process in story.world.processes.values():
+                    crash = functools.partial(story.world.crash, process)
+                    story.world.at(60.0, crash)
+            acknowledge(save)
+
+        story.ledger.acknowledge = see
+        turns = ["restore", "save", "overwrite", *["measure"] * 20]
+        story.run_job(2, turns, is_calm=True)
+        story.end(2)
 
 
 @pytest.mark.slow

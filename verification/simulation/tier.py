@@ -6,9 +6,10 @@ connections between peers fail. The ledger outside of all processes knows what w
 acknowledged, and what each disk that is lost takes with it.
 """
 
+import contextlib
 import functools
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -527,18 +528,24 @@ _FAULTS = (
 """What happens to jobs."""
 
 
-class _Story:
+class Story:
     """A run, job by job.
 
     Args:
         world: The world.
         files: The disks.
+        **fixed: Fields of the setting that are not drawn.
+
+    Attributes:
+        world: The world.
+        files: The disks.
+        ledger: What was asked for and acknowledged.
     """
 
-    def __init__(self, world: kernel.World, files: disks.Disks) -> None:
+    def __init__(self, world: kernel.World, files: disks.Disks, **fixed: int) -> None:
         random = world.random
-        self._world = world
-        self._files = files
+        self.world = world
+        self.files = files
         self._random = random
         self._network = network.Network(world)
         self._setting = Setting(
@@ -547,7 +554,7 @@ class _Story:
             random.choice((1, 1, 2)),
             random.choice((0, 1, 1, 2)),
             random.choice((1, 1, 2)),
-        )
+        )._replace(**fixed)
         self._setting.run.mkdir()
         self._machines = [f"m{number}" for number in range(_MOST_PROCESSES + 1)]
         for name in self._machines:
@@ -562,31 +569,48 @@ class _Story:
         random = self._random
         count = random.randint(2, _MOST_PROCESSES)
         for _ in range(random.randint(1, 3)):
-            self._run_job(count, is_calm=random.random() < 0.3)
+            self.run_job(count, self._draw_turns(), is_calm=random.random() < 0.3)
             self._change_disks()
             if random.random() < 0.5:
                 count = random.randint(1, _MOST_PROCESSES)
-        self._run_job(count, is_calm=True, is_last=True)
+        self.end(count)
+
+    def end(self, count: int) -> None:
+        """Runs a last job, without faults."""
+        turns = ["restore", "save", "copies", "uploads", "restore"]
+        script = self.run_job(count, turns, is_calm=True, pause=700.0)
+        _check_last(script)
+        for machine in script.machines:
+            _check_leftovers(self.files.root / machine / "local")
+        _check_leftovers(self._setting.run)
 
     def _draw_turns(self) -> list[str]:
         kinds, weights = list(_KINDS), list(_KINDS.values())
         size = self._random.randint(1, 6)
         return ["restore", *self._random.choices(kinds, weights, k=size)]
 
-    def _run_job(self, count: int, *, is_calm: bool, is_last: bool = False) -> None:
-        world, random = self._world, self._random
+    def run_job(
+        self, count: int, turns: list[str], *, is_calm: bool, pause: float | None = None
+    ) -> Script:
+        """Runs a job, and checks it.
+
+        Args:
+            count: The number of processes.
+            turns: What they do.
+            is_calm: Whether there are no faults, so that the first turn, a restore,
+                must do what is promised.
+            pause: The seconds before it starts; None to draw them.
+        """
+        world, random = self.world, self._random
         slow = 0.0 if is_calm else random.choice((0.0, 0.0, 0.02, 0.1))
         weather = jobs.Weather(slow, random.choice((1.0, 5.0)))
         service = jobs.Service(world, weather)
         job = jobs.Job(count, service, self._starts)
         machines = self._machines[:count]
         timeout_secs = random.choice((20.0, 100.0))
-        turns = ["restore", "save", "copies", "uploads", "restore"]
-        if not is_last:
-            turns = self._draw_turns()
         script = Script(self.ledger, self._setting, job, machines, turns, timeout_secs)
         processes = []
-        pause = 700.0 if is_last else random.choice((0.0, 0.0, 700.0))
+        pause = random.choice((0.0, 0.0, 700.0)) if pause is None else pause
         for index, machine in enumerate(machines):
             process = world.start(
                 f"{'abcdefgh'[self._starts]}{index}",
@@ -608,23 +632,19 @@ class _Story:
         self._network.weather = network.Weather()
         self._network.apart.clear()
         self.ledger.on_commit = lambda: None
-        self._files.failing.clear()
-        self._files.weather = filesystem.Weather()
+        self.files.failing.clear()
+        self.files.weather = filesystem.Weather()
         _check_agreement(script)
         _check_times(script)
         if is_calm:
             _check_calm(script, promised, far)
-        if is_last:
-            _check_last(script)
-            for machine in machines:
-                _check_leftovers(self._files.root / machine / "local")
-            _check_leftovers(self._setting.run)
         self.ledger.check_far()
         self._crashed |= {p.machine for p in processes if p.crash_after is not None}
+        return script
 
     def _disturb(self, processes: list[kernel.Process], service: jobs.Service) -> None:
         """Draws what happens to a job."""
-        random, world = self._random, self._world
+        random, world = self._random, self.world
         for process in processes:
             process.clock_secs = random.uniform(-10_000, 10_000)
         for kind in random.sample(_FAULTS, random.randint(0, 3)):
@@ -649,16 +669,16 @@ class _Story:
                     random.choice((0.05, 0.3, 1.0)), random.choice((0.0, 0.1))
                 )
             else:
-                path = self._files.root / process.machine
+                path = self.files.root / process.machine
                 path = self._setting.run if kind == "run" else path
                 chance = random.choice((0.02, 1.0))
-                failing = self._files.failing
+                failing = self.files.failing
                 world.at(begin, functools.partial(failing.__setitem__, path, chance))
                 world.at(begin + secs, functools.partial(failing.pop, path, None))
 
     def _draw_outage(self, processes: list[kernel.Process]) -> None:
         """Lets processes crash while a step, or its replacement, is committed."""
-        world, left = self._world, [self._random.randint(1, 3 * len(processes))]
+        world, left = self.world, [self._random.randint(1, 3 * len(processes))]
 
         def see() -> None:
             left[0] -= 1
@@ -670,27 +690,27 @@ class _Story:
         self.ledger.on_commit = see
 
     def _at(self, begin: float, secs: float, group: set[Any], what: Any) -> None:
-        self._world.at(begin, functools.partial(group.add, what))
+        self.world.at(begin, functools.partial(group.add, what))
         if self._random.random() < 0.7:
             lift = functools.partial(group.discard, what)
-            self._world.at(begin + secs, lift)
+            self.world.at(begin + secs, lift)
 
     # ---- disks ----------------------------------------------------------------------
 
     def _change_disks(self) -> None:
         """Draws what happens to the disks between two jobs."""
-        random, world = self._random, self._world
+        random, world = self._random, self.world
         crashed, self._crashed = sorted(self._crashed), set()
         for machine in crashed:
-            disk = self._files.root / machine
+            disk = self.files.root / machine
             kind = random.choice(("kept", "power", "power", "gone"))
             world.record(f"the disk of {machine}: {kind}")
             if kind == "power":
-                self._files.cut_power(disk, random)
+                self.files.cut_power(disk, random)
             elif kind == "gone":
-                self._lose(machine)
+                self.lose(machine)
         if random.random() < 0.2:
-            self._lose(random.choice(self._machines))
+            self.lose(random.choice(self._machines))
         if random.random() < 0.3:
             self._damage(random.choice(self._machines))
         if random.random() < 0.1:
@@ -698,23 +718,24 @@ class _Story:
         if random.random() < 0.3:
             self._swap(*random.sample(self._machines, 2))
 
-    def _lose(self, machine: str) -> None:
-        self._world.record(f"the disk of {machine} is lost")
-        shutil.rmtree(self._files.root / machine)
-        (self._files.root / machine).mkdir()
+    def lose(self, machine: str) -> None:
+        """Lets a machine lose its disk."""
+        self.world.record(f"the disk of {machine} is lost")
+        shutil.rmtree(self.files.root / machine)
+        (self.files.root / machine).mkdir()
         self.ledger.lose(machine)
 
     def _give_to_another_run(self, machine: str) -> None:
         """Lets another run use a disk, and a job find that out."""
-        self._world.record(f"another run uses the disk of {machine}")
-        local = self._files.root / machine / "local"
+        self.world.record(f"another run uses the disk of {machine}")
+        local = self.files.root / machine / "local"
         local.mkdir(exist_ok=True)
         (local / "STAGING_OF").write_bytes(b"/another/\xff\n")
-        self._run_job(len(self._machines) - 1, is_calm=False)
-        self._lose(machine)
+        self.run_job(len(self._machines) - 1, self._draw_turns(), is_calm=False)
+        self.lose(machine)
 
     def _swap(self, one: str, other: str) -> None:
-        self._world.record(f"{one} and {other} swap their disks")
+        self.world.record(f"{one} and {other} swap their disks")
         self._machines = [
             {one: other, other: one}.get(name, name) for name in self._machines
         ]
@@ -722,14 +743,14 @@ class _Story:
     def _damage(self, machine: str) -> None:
         """Changes a file of a disk."""
         random = self._random
-        root = self._files.root / machine
+        root = self.files.root / machine
         files = sorted(path for path in root.rglob("*") if path.is_file())
         files = [path for path in files if path.name != "STAGING_OF"]
         if not files:
             return
         file = random.choice(files)
         kind = random.choice(("flipped", "truncated", "removed"))
-        self._world.record(f"{file.relative_to(root.parent)} is {kind}")
+        self.world.record(f"{file.relative_to(root.parent)} is {kind}")
         self.ledger.lose(machine)
         content = bytearray(file.read_bytes())
         if kind == "removed" or not content:
@@ -742,12 +763,9 @@ class _Story:
         file.write_bytes(content)
 
 
-def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
-    """Runs one history; returns its timeline if traced.
-
-    Raises:
-        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
-    """
+@contextlib.contextmanager
+def story(seed: int, *, is_traced: bool = False, **fixed: int) -> Iterator[Story]:
+    """Yields the story of a seed; see `Story`."""
     with (
         programs.quiet(),
         filesystem.directory("tier") as root,
@@ -755,7 +773,17 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
     ):
         files = disks.Disks(world, root, filesystem.Weather())
         try:
-            _Story(world, files).run()
+            yield Story(world, files, **fixed)
         finally:
             files.close()
-        return world.timeline
+
+
+def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
+    """Runs one history; returns its timeline if traced.
+
+    Raises:
+        Violation: The history breaks a guarantee; its attribute `timeline` shows how.
+    """
+    with story(seed, is_traced=is_traced) as played:
+        played.run()
+        return played.world.timeline
