@@ -309,9 +309,9 @@ def copy_parts(
             (aside / request.name).replace(path / request.name)
     if is_durable:
         # With their parents: those of files of large arrays are new, too.
-        names = {parent for each in requests for parent in Path(each.name).parents}
-        for name in sorted(names):
-            _storage.files.sync_directory(path / name)
+        parents = {above for each in requests for above in Path(each.name).parents}
+        for above in sorted(parents):
+            _storage.files.sync_directory(path / above)
     return copied
 
 

@@ -73,14 +73,15 @@ def _network() -> Network:
     return network
 
 
-def _machine() -> str:
+def _machine(network: str | None = None) -> str:
     return _network().world._running().process.machine
 
 
 class FileServer:
     """Stands in for `peer_files.FileServer`."""
 
-    def __init__(self, root: Path, host: str) -> None:
+    def __init__(self, root: Path, host: str, certificate: str | None = None) -> None:
+        assert certificate is None, "TLS is not simulated"
         network = _network()
         self.root = root
         self.process = network.world._running().process
