@@ -578,8 +578,8 @@ def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, ope
     assert "would fail: 1 leaf of head" in shown
     assert "remedy" not in shown, "the reader has rules already"
     counts = re.findall("<strong>([^<]*)</strong>", shown)
-    assert counts == ["1 conflict", "2 loaded"]
-    assert "2 renamed (under another path in the checkpoint)" in shown
+    assert counts == ["1 conflict", "2 loaded, renamed"]
+    assert "as they are stored, under another path in the checkpoint" in shown
 
 
 def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
@@ -622,9 +622,9 @@ def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page)
     [first, *_] = charts_of(ask(overview.page, space, run="run"))["metrics"]
     for line in (loss, first):
         assert line["facts"].startswith(f"best 0.3 at step 50, {last}, ")
-    assert (row["newest"], row["best"]) == ("60", "eval/loss 0.3, step 50")
+    assert (row["newest"], row["best eval/loss"]) == ("60", "0.3, step 50")
     assert (row["last eval/loss"], row["last eval/accuracy"]) == ("0.5", "0.75")
-    assert row["state"] == "3 damaged steps; after step 60: 70, 80"
+    assert row["state"] == "3 damaged steps: 80, 70, 40"
     assert without["newest"] == ""
     assert without["state"] == f"{len(lost)} damaged steps: no step can be used"
 
@@ -640,9 +640,9 @@ def test_table_of_runs_shows_verification_results(made, tmp_path, open_page):
     space.verifications.start(place, steps[-1:])
     space.verifications.job._thread.join()
     [row] = cells(all_runs(space))
-    assert (row["newest"], row["best"]) == ("70", "eval/loss 0.3, step 50")
+    assert (row["newest"], row["best eval/loss"]) == ("70", "0.3, step 50")
     assert row["last eval/loss"] == "0.55"
-    assert row["state"] == "1 damaged step; after step 70: 80"
+    assert row["state"] == "1 damaged step: 80"
 
 
 def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
@@ -684,14 +684,14 @@ def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
                 metrics = dict(zip(names, values, strict=True))
                 saved.save(step, {"w": np.arange(999.0) * step}, metrics=metrics)
     space = open_page(tmp_path)
-    lines = ["loss 0.2, step 2", "accuracy 0.3, step 1"]
+    lines = ["0.2, step 2", "accuracy 0.3, step 1"]
     more = ["error 5, step 2", "perplexity 6, step 2", "and 1 more"]
     shown = all_runs(space)
     assert best_lines(shown) == {"a": lines, "b": lines + more, "none": lines[:1]}
     assert list(best_lines(shown)) == ["a", "b", "none"]
     assert "By the best loss, lowest first" in shown
     damage(tmp_path / "a" / "2")
-    lines[0] = "loss 0.5, step 1"
+    lines[0] = "0.5, step 1"
     shown = best_lines(all_runs(open_page(tmp_path)))
     assert shown["a"] == lines
     assert list(shown) == ["b", "none", "a"], "the run with the best value first"

@@ -19,7 +19,8 @@ from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
 _MOST_CURVES = 12
-_MOST_COLUMNS = 2
+_MOST_METRICS = 2
+_MOST_COLUMNS = 4
 _MOST_TAGS = 20
 _MOST_RUNS = 60
 """More runs are only listed by name."""
@@ -82,7 +83,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     curves = dict([*metrics.items()][:_MOST_CURVES])
     checkpoints = [report for report in reports.values() if not report.is_run]
     single = [name for each in checkpoints for s in each.steps for name in s.metrics]
-    shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_COLUMNS]
+    shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_METRICS]
     rankings = _find_rankings(reports)
     rank, by = query.text("rank"), query.text("group")
     if rank[:4] in ("min:", "max:") and rank not in rankings:  # not read yet
@@ -97,7 +98,7 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
         choices.setdefault(by, by[4:])
     groups: dict[str, list[Content]] = {}
     for run in _rank(reports, ranking):
-        row = _describe(run, reports[run], shown, ranking, tags)
+        row = _describe(run, reports[run], shown, ranking)
         groups.setdefault(_name_group(run, reports[run], by), []).append(row)
     if unread:
         groups.setdefault("cannot be read" if by in choices and by else "", [])
@@ -113,6 +114,8 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
         group=by,
         is_many=len(names) > 1,
         names=shown,
+        metric=ranking.metric,
+        tags=tags[:_MOST_COLUMNS],
         groups=groups,
         unread=unread,
         more=list(workspace.places.runs)[_MOST_RUNS:],
@@ -245,11 +248,7 @@ def _name_group(run: str, report: Report, by: str) -> str:
 
 
 def _describe(
-    run: str,
-    report: Report,
-    names: Sequence[str],
-    ranking: _Ranking,
-    tags: Sequence[str],
+    run: str, report: Report, names: Sequence[str], ranking: _Ranking
 ) -> Content:
     """Returns the row of a run, with its newest good step."""
     newest = report.good[-1] if report.good else None
@@ -258,7 +257,6 @@ def _describe(
     return {
         "run": run,
         "report": report,
-        "tags": [f"{n}={report.tags[n]}" for n in tags if n in report.tags],
         "words": [*report.metrics, *(f"{n}={tag}" for n, tag in report.tags.items())],
         "newest": newest,
         "bests": bests + [each for each in _bests(report) if each[0] != ranking.metric],
