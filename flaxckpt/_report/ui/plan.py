@@ -221,7 +221,6 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
             as_source=asked.is_source,
         ),
         call=asked.call(changes),
-        outcomes=_checkpoint.plan.count_outcomes(plan),
         groups=_group(plan),
     )
 
@@ -241,7 +240,6 @@ def _show(
         into=asked.into.name,
         target_step=asked.target_step,
         command=asked.command(),
-        actions=_ACTIONS,
         most=_MOST_ROWS,
     )
 
