@@ -77,8 +77,6 @@ def _facts(points: Sequence[MetricValue], last: MetricValue) -> str:
     best = [point for point in drawn if point.best == "best"]
     facts = [_fact("best", point) for point in best[-1:]]
     facts.append(_fact("last", last))
-    if deleted := sum(point.is_deleted for point in drawn):
-        facts.append(f"{deleted:,} of {len(drawn):,} deleted since")
     if bad := [f"{point.step:,}" for point in drawn if point.is_bad]:
         steps = "step" if len(bad) == 1 else "steps"
         facts.append(f"{steps} {errors.first_few(bad, 3)} damaged or not readable")

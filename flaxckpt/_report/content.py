@@ -107,7 +107,8 @@ def _describe_best(
         lost = (f"{step:,}", values[step], faults[step])
         detail += f"; {best_step.describe_damaged(*lost, is_counted=is_counted)}"
     elif found.deleted is None:
-        detail += f", of {len(values):,} saved"
+        detail += f", of {len(values):,} "
+        detail += "saved" if len(values) == len(points) else "finite values"
     else:
         detail += f", of {len(values.keys() - gone):,} that exist"
     if (step := found.deleted) is not None:

@@ -420,11 +420,9 @@
           const top = plot.valToPos(value, "y", true);
           const isStrong = state === "b" || state === "x";
           context.beginPath();
-          context.arc(left, top, (isStrong ? 5 : 3.2) * unit, 0, 2 * Math.PI);
-          context.globalAlpha = state === "d" ? 0.4 : 1;
-          context.fillStyle = state === "b" ? colourOf("blocked")
-            : state === "x" ? colourOf("bad") : state === "g" ? colourOf("card") : line.colour;
-          context.strokeStyle = state === "g" ? line.colour : colourOf("card");
+          context.arc(left, top, (isStrong ? 5 : state === "d" ? 2.4 : 3.4) * unit, 0, 2 * Math.PI);
+          context.fillStyle = colourOf(state === "g" ? "card" : COLOURS[state]);
+          context.strokeStyle = colourOf(state === "g" ? "behind" : "card");
           context.lineWidth = 1.5 * unit;
           context.fill();
           context.stroke();
@@ -530,7 +528,6 @@
     }
   }
 
-  const LANES = [["steps", 15], ["events", 37], ["stalls", 59]];
   const EVENTS = {
     stopped: ["■", "the process ended"], resumed: ["▲", "resumed"],
     preempted: ["■", "preempted"], fell_back: ["◆", "an older step was restored"],
@@ -540,7 +537,7 @@
   const GRAVE = new Set(["failed", "found_damaged", "diverged", "stopped"]);
 
   const colourOfEvent = (kind) => (GRAVE.has(kind) ? "bad" : "link");
-  const COLOURS = { b: "blocked", k: "behind", g: "behind", d: "soft", x: "bad" };
+  const COLOURS = { b: "best", k: "behind", g: "behind", d: "soft", x: "bad" };
 
   // A list of signs and their meanings; a line of a chart has a swatch as its sign.
   function key(entries) {
@@ -567,7 +564,7 @@
 
   class Lanes extends Strip {
     constructor() {
-      super("lanes", 80, "Steps, events and stalls of saves: the arrow keys move between them");
+      super("lanes", 0, "Steps, events and stalls of saves: the arrow keys move between them");
       this.canvas.tabIndex = 0;
       this.canvas.setAttribute("role", "slider");
       this.canvas.addEventListener("keydown", (event) => this.move(event));
@@ -576,25 +573,25 @@
     }
 
     draw() {
+      const { steps, events, saves } = data;
+      const longest = longestStall(saves);
+      const lanes = ["steps", events.length && "events", longest && "stalls"].filter(Boolean);
+      const middle = (lane) => 15 + 22 * lanes.indexOf(lane);
+      this.height = 8 + 22 * lanes.length;
       const [context, width] = this.begin();
       const place = this.scale(width, shownRange());
       context.fillStyle = colourOf("soft");
-      for (const [name, y] of LANES) context.fillText(name, 2, y);
-      const longest = longestStall(data.saves);
+      for (const name of lanes) context.fillText(name, 2, middle(name));
       this.marks = [];
-      const { steps, events, saves } = data;
       steps.x.forEach((step, n) => {
         if (!isShown(step)) return;
         const state = steps.state[n];
         const isTall = state !== "d" && state !== "g";
-        context.fillStyle = state === "x" ? colourOf("bad")
-          : state === "b" ? colourOf("blocked") : colourOf("behind");
-        context.globalAlpha = state === "d" ? 0.35 : 1;
+        context.fillStyle = colourOf(COLOURS[state]);
         const half = isTall ? 8 : 4;
         context.fillRect(place(step) - 1, 15 - half, state === "d" ? 1.4 : 2.4, 2 * half);
         this.marks.push([place(step), 15, step, `step ${whole(step)}: ${fateOf(step, state)}`]);
       });
-      context.globalAlpha = 1;
       context.textAlign = "center";
       const count = new Map(); // events of a step are beside each other
       for (const [step, kind, text] of events) {
@@ -602,8 +599,8 @@
         const x = place(step) + 11 * (count.get(step) ?? 0);
         count.set(step, (count.get(step) ?? 0) + 1);
         context.fillStyle = colourOf(colourOfEvent(kind));
-        context.fillText(EVENTS[kind][0], x, 37);
-        this.marks.push([x, 37, step, text]);
+        context.fillText(EVENTS[kind][0], x, middle("events"));
+        this.marks.push([x, middle("events"), step, text]);
       }
       context.textAlign = "left";
       saves.x.forEach((step, n) => {
@@ -611,15 +608,14 @@
         if (!secs || !isShown(step)) return;
         const height = Math.max(1.5, 18 * secs / longest);
         context.fillStyle = colourOf("blocked");
-        context.fillRect(place(step) - 1.5, 68 - height, 3, height);
-        this.marks.push([place(step), 59, step, `step ${whole(step)}: training waited ${duration(secs)}`]);
+        context.fillRect(place(step) - 1.5, middle("stalls") + 9 - height, 3, height);
+        this.marks.push([place(step), middle("stalls"), step, `step ${whole(step)}: training waited ${duration(secs)}`]);
       });
     }
 
     // The text of the nearest mark in the lane of the pointer.
     tip(x, y) {
-      const lane = LANES.reduce((a, b) => (Math.abs(b[1] - y) < Math.abs(a[1] - y) ? b : a))[1];
-      const near = this.marks.filter((mark) => mark[1] === lane)
+      const near = this.marks.filter((mark) => Math.abs(mark[1] - y) < 11)
         .sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x))[0];
       this.show(near && Math.abs(near[0] - x) < 14 ? near : undefined);
     }
@@ -720,15 +716,15 @@
   // ---- layers -------------------------------------------------------------------------
 
   const DECADES = 6;
+  const HEATS = 4; // the last of the colours
 
   // Returns the colour of a cell of the heat map.
   function heat(cell) {
     if (cell === "!") return colourOf("bad");
-    const part = parseInt(cell, 36) / 35;
+    const part = parseInt(cell, 36) / 35 * HEATS;
     if (Number.isNaN(part)) return "transparent";
-    const [from, to, share] = part < 0.5
-      ? ["faint", "behind", 2 * part] : ["behind", "blocked", 2 * part - 1];
-    return `color-mix(in srgb, ${colourOf(to)} ${Math.round(100 * share)}%, ${colourOf(from)})`;
+    const from = Math.min(Math.floor(part), HEATS - 1);
+    return `color-mix(in srgb, ${colourOf(`h${from + 1}`)} ${Math.round(100 * (part - from))}%, ${colourOf(`h${from}`)})`;
   }
 
   function changeOf(cell) {
@@ -891,8 +887,7 @@
       for (const cell of "05aejosz!") {
         const mark = create("span", { className: "cell" });
         mark.style.background = heat(cell);
-        if (cell === "!") key.append("1000 %; not finite");
-        key.append(mark);
+        key.append(mark, { z: "1000 %", "!": "not finite" }[cell] ?? "");
       }
       place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), key);
       if (data.layers.hidden) {
