@@ -136,6 +136,17 @@ def test_every_leaf_is_in_the_tree_and_can_be_read(tmp_path, open_page, kind):
     assert "Sizes" in ask(overview.page, space, run="one")
 
 
+def test_the_tree_is_open_around_the_leaf_of_an_address(tmp_path, open_page):
+    layers = {f"layer_{n}": {"w": np.ones(1), "b": np.ones(1)} for n in range(30)}
+    flaxckpt.save(tmp_path / "one", {"params": layers})
+    space = open_page(tmp_path / "one")
+    for asked, shown in (({}, set()), ({"leaf": "params/layer_7/w"}, {"w", "b"})):
+        markup = ask(leaves.branch, space, run="one", **asked)
+        links = re.findall('<a [^>]*?(aria-current)?(?:="true")?>(.*?)</a>', markup)
+        assert {name for _, name in links} == shown
+        assert [name for current, name in links if current] == ["w"] * bool(asked)
+
+
 def test_a_wide_container_comes_in_parts(tmp_path, open_page):
     state = {f"layer_{n}": np.full(1, n) for n in range(1201)}
     flaxckpt.save(tmp_path / "one", state)

@@ -32,7 +32,8 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     report, step = workspace.report(place), query.number("step")
     if step is None:
         step = max(report.usable, default=None)
-    leaf = flight_recorder.find_most_changed(report.leaf_histories)
+    most_changed = flight_recorder.find_most_changed(report.leaf_histories)
+    values = {**_LIMITS, "leaf": query.text("leaf") or most_changed or ""}
     return frame.render(
         "ui/leaves.html",
         workspace,
@@ -40,9 +41,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         run=place.name,
         step=step,
         report=report,
-        leaf=query.text("leaf") or leaf,
+        most_changed=most_changed,
         opened=workspace.opened.find(place, step),
-        **_LIMITS,
+        **values,
     )
 
 
@@ -52,8 +53,9 @@ _LIMITS: Mapping[str, Any] = {
     "unfold": _OPENED_ROWS,
     "most": _MOST_CHILDREN,
     "found": None,
+    "leaf": "",
 }
-"""The top of the tree."""
+"""The top of the tree, folded but for the way to a `leaf`."""
 
 
 def branch(workspace: Workspace, query: Query) -> html.Markup:
@@ -63,7 +65,7 @@ def branch(workspace: Workspace, query: Query) -> html.Markup:
     """
     under, start = query.text("under"), query.number("from")
     if not under and start is None:
-        return _show(workspace, query)
+        return _show(workspace, query, leaf=query.text("leaf"))
     return _show(workspace, query, under=under, start=start or 0, unfold=0)
 
 
