@@ -36,8 +36,7 @@ def source_hash(text: str) -> str:
 def policy() -> str:
     """Returns the content security policy of a page that loads nothing.
 
-    The style sheet and the script of the page are allowed by their hashes; nothing
-    else runs or is loaded, whatever the names in the page are.
+    Its style sheet and script are allowed by their hashes.
     """
     return (
         f"default-src 'none'; style-src {source_hash(style())};"

@@ -52,12 +52,7 @@ def chart_data(report: Report) -> dict[str, JSON]:
 
 
 def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
-    """Returns a metric over the steps.
-
-    Args:
-        name: The name.
-        points: Its values, by ascending step.
-    """
+    """Returns a metric over the steps, from values by ascending step."""
     shown = _thin(points)
     last = last_good(points) or points[-1]
     modes = [point.mode for point in points if point.mode is not None]
@@ -104,8 +99,7 @@ def _letter(is_deleted: bool, is_bad: bool, is_best: bool, is_kept: bool) -> str
 def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
     """Returns about `_MOST_POINTS` of many points.
 
-    Each part of the steps keeps its lowest, highest and best values, and the first that
-    is not finite.
+    Each part of the steps keeps its extremes, the best, and the first not finite.
     """
     if len(points) <= _MOST_POINTS:
         return points
@@ -213,10 +207,7 @@ def draw_runs(
 ) -> html.Markup:
     """Returns the section with the metrics of several runs, a line for each run.
 
-    Args:
-        metrics: Metric -> run -> its values, by ascending step.
-        runs: The names of all runs, which get their colours in this order.
-        live: The runs that are drawn strongest.
+    `runs` get their colours in this order; `live` ones are drawn strongest.
     """
     drawn = [
         {
@@ -252,7 +243,8 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     shown = {
         *sorted(layers, key=lambda name: -max(changes[name].values()))[:_MOST_LAYERS]
     }
-    columns = _columns(steps[1:])
+    size = -(-(len(steps) - 1) // _MOST_COLUMNS)
+    columns = [steps[start : start + size] for start in range(1, len(steps), size)]
     names = [name for name in layers if name in shown]
     ridges = [leaf for name in names for leaf in layers[name]]
     return {
@@ -268,11 +260,6 @@ def _layers(report: Report) -> dict[str, JSON] | None:
             for leaf in ridges[:_MOST_RIDGES]
         ],
     }
-
-
-def _columns(steps: Sequence[int]) -> list[Sequence[int]]:
-    size = -(-len(steps) // _MOST_COLUMNS)
-    return [steps[start : start + size] for start in range(0, len(steps), size)]
 
 
 def _cell(changes: Mapping[int, float], column: Iterable[int]) -> str:

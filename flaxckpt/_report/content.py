@@ -44,12 +44,7 @@ Content: TypeAlias = Mapping[str, Any]
 
 
 def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
-    """Returns the content of all cards and sections, and of the recorder.
-
-    Args:
-        report: The data.
-        most: Row limit of the steps; None for all.
-    """
+    """Returns the content of all parts of a page, with `most` rows of steps, or all."""
     return {
         "report": report,
         "verdict": flight_recorder.judge(report),
@@ -266,13 +261,10 @@ def describe_change(
     most: int = _MOST_CHANGES,
     rest: str = "--json lists all",
 ) -> Content:
-    """Returns the content of a comparison.
+    """Returns the content of a comparison, of which each table has `most` rows.
 
-    Args:
-        diff: The differences.
-        names: The names of the two steps; by default their numbers.
-        most: Row limit of each table.
-        rest: Where the leaves beyond are to be found.
+    `names` are those of the steps, by default their numbers; `rest` tells where the
+    leaves beyond are.
     """
     groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
     for leaf in diff.leaves:
@@ -291,8 +283,8 @@ def describe_change(
 
 
 def _count_changes(leaves: Sequence[ChangedLeaf]) -> Content:
-    retyped = sum(leaf.is_retyped for leaf in leaves)
-    only = sum(leaf.is_only_in_one for leaf in leaves)
+    retyped = sum(leaf.what in ("kind", "shape", "dtype") for leaf in leaves)
+    only = sum(leaf.what.startswith("only in") for leaf in leaves)
     changed = len(leaves) - retyped - only
     return {"changed": changed, "retyped": retyped, "only": only}
 

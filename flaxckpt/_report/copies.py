@@ -22,13 +22,9 @@ _LEAST_SHARE = 0.02
 
 
 class Copy(NamedTuple):
-    """A container with the leaves and shapes of another one.
+    """A container with the leaves and shapes of another one; `bytes` of its values.
 
-    Attributes:
-        path: The container, `opt_state/0/mu`.
-        of: The other container, `params`.
-        leaves: The number of leaves.
-        bytes: The size of the values; the types may differ from those of the other.
+    The types may differ from those of the other.
     """
 
     path: LeafPath
@@ -45,8 +41,7 @@ def is_optimizer(path: LeafPath) -> bool:
 def find(trees: Sequence[Subtree]) -> tuple[Copy, ...]:
     """Returns the largest containers that repeat one outside of the optimizer.
 
-    Args:
-        trees: Of a whole checkpoint, each container before its children.
+    The trees are those of a whole checkpoint, each container before its children.
     """
     forms = _forms(trees)
     originals: dict[int, Subtree] = {}
@@ -115,8 +110,7 @@ def _forms(trees: Sequence[Subtree]) -> list[int]:
 def find_parents(depths: Sequence[int]) -> list[int | None]:
     """Returns the index of the container of each tree; None for the root.
 
-    Args:
-        depths: The depth of each tree, a container before its children.
+    A container comes before its children.
     """
     parents: list[int | None] = []
     above: list[int] = []

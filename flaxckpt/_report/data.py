@@ -67,11 +67,7 @@ class Save(NamedTuple):
 class OtherEvent(NamedTuple):
     """Another event in the journal: of a restore, a deletion, or a marker of damage.
 
-    Attributes:
-        kind: As in `Event`.
-        step: The step, or None.
-        time: Seconds since 1970.
-        why: The reason or error in the journal.
+    `why` is the reason or error in the journal.
     """
 
     kind: str
@@ -108,8 +104,7 @@ class Part(NamedTuple):
 
     Attributes:
         group: The group of the part in the whole state.
-        path: The leaf path, or the common prefix of its leaves; for several parts, the
-            path of the first.
+        path: The leaf path, or the common prefix of the leaves; of the first part.
         until: The path of the last of several parts; None for a single part.
         subtrees: The number of parts.
         leaves: The number of leaves.
@@ -173,16 +168,6 @@ class ChangedLeaf(NamedTuple):
     max_abs: float = 0.0
     rel_norm: float = 0.0
 
-    @property
-    def is_retyped(self) -> bool:
-        """True for another kind, shape or dtype."""
-        return self.what in ("kind", "shape", "dtype")
-
-    @property
-    def is_only_in_one(self) -> bool:
-        """True if only one of the steps has the leaf."""
-        return self.what.startswith("only in")
-
 
 class Change(NamedTuple):
     """The differences between two steps.
@@ -214,13 +199,7 @@ class Change(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """The number of values in bins of equal width.
-
-    Attributes:
-        min: The lower edge of the first bin.
-        max: The upper edge of the last bin.
-        counts: The number of values in each bin.
-    """
+    """The number of values in bins of equal width, from `min` to `max`."""
 
     min: float
     max: float
@@ -305,9 +284,7 @@ class Integrity(NamedTuple):
 class Mark(NamedTuple):
     """A mark of a step, as pages show it.
 
-    Attributes:
-        kind: As in `Step.marks`, or `not readable`.
-        text: The kind, and the metric of the best step if there are several.
+    The text is the kind, and the metric of the best step if there are several.
     """
 
     kind: str
@@ -469,19 +446,12 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """True unless a checkpoint is damaged or could not be read.
-
-        Checkpoints that were not checked do not count.
-        """
+        """True if no checkpoint that was checked is damaged or unreadable."""
         return not self.faults
 
 
 def last_good(points: Sequence[MetricValue]) -> MetricValue | None:
-    """Returns the value of the newest step that can be used, or None.
-
-    Args:
-        points: The values, by ascending step.
-    """
+    """Returns the newest value that can be used, of values by ascending step."""
     return next((point for point in reversed(points) if not point.is_bad), None)
 
 

@@ -24,15 +24,17 @@ def read(path: Path, step: int | None) -> Position | None:
         DamagedCheckpointError: The state is damaged.
         OSError: The state cannot be read for now.
     """
-    sizes = [file.stat().st_size for file in _files(path)]
+    item = _formats.items.find_dataset(path)
+    files = [] if item is None else [file for file in item.iterdir() if file.is_file()]
+    sizes = [file.stat().st_size for file in files]
     if not sizes:
         return None
     if sum(sizes) > _MAX_BYTES:
         return Position(step, "", 0, sum(sizes), {})
-    files = _formats.native.read_dataset(path, {})
-    description = _parse(files.pop(datasets.DESCRIPTION, b"{}"))
-    states = sorted(name for name in files if name.startswith("process_"))
-    values = dict(_numbers(_parse(files[states[0]]))) if states else {}
+    stored = _formats.native.read_dataset(path, {})
+    description = _parse(stored.pop(datasets.DESCRIPTION, b"{}"))
+    states = sorted(name for name in stored if name.startswith("process_"))
+    values = dict(_numbers(_parse(stored[states[0]]))) if states else {}
     type_name = description.get("type") if isinstance(description, Mapping) else None
     return Position(
         step,
@@ -41,11 +43,6 @@ def read(path: Path, step: int | None) -> Position | None:
         sum(sizes),
         values,
     )
-
-
-def _files(path: Path) -> list[Path]:
-    item = _formats.items.find_dataset(path)
-    return [] if item is None else [file for file in item.iterdir() if file.is_file()]
 
 
 def _parse(content: bytes) -> Any:
@@ -66,15 +63,6 @@ def _numbers(state: Any) -> Iterator[tuple[str, int]]:
             count += 1
             if count == _MOST_VALUES:
                 return
-        elif len(queue) < _MOST_VISITED:
-            queue += [
-                (f"{name}.{key}" if name else key, v) for key, v in _children(value)
-            ]
-
-
-def _children(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [(str(key), inner) for key, inner in value.items()]
-    if isinstance(value, list):
-        return [(str(n), inner) for n, inner in enumerate(value)]
-    return []
+        elif isinstance(value, dict | list) and len(queue) < _MOST_VISITED:
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            queue += [(f"{name}.{key}" if name else str(key), v) for key, v in inner]

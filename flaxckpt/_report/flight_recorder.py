@@ -16,19 +16,14 @@ from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
 
 
 class RunVerdict(NamedTuple):
-    """A judgement of a run.
-
-    Attributes:
-        state: `good`, `bad`, or `idle` for a run without steps.
-        text: A sentence.
-    """
+    """A judgement of a run in a sentence; `idle` without steps."""
 
     state: Literal["good", "bad", "idle"]
     text: str
 
 
 class Resume(NamedTuple):
-    """A restart of a run.
+    """A restart of a run at `step`.
 
     Attributes:
         stopped: The last step that was saved before, or None.
@@ -107,12 +102,10 @@ def find_divergence(report: Report) -> Divergence | None:
         at = finite[-1] + 1 if finite else 0
         if at < len(points):
             last = points[at - 1] if at else None
-            step, kept = (
-                (None, False) if last is None else (last.step, not last.is_deleted)
-            )
-            found.append(
-                Divergence(name, points[at].step, points[at].value, step, kept)
-            )
+            step = None if last is None else last.step
+            is_kept = last is not None and not last.is_deleted
+            first = points[at]
+            found.append(Divergence(name, first.step, first.value, step, is_kept))
     return min(found, key=lambda each: each.step, default=None)
 
 
@@ -171,10 +164,7 @@ def _describe_failure(report: Report) -> list[str]:
 def _find_best(
     report: Report,
 ) -> tuple[Literal["best", "last"], str, MetricValue] | None:
-    """Returns the best value of a metric that ranks steps, else the last of a metric.
-
-    None without a finite value.
-    """
+    """Returns the best value of a metric that ranks steps, else the last finite one."""
     for name, points in report.metrics.items():
         best = [point for point in points if point.best == "best" and not point.is_bad]
         if best:
@@ -296,9 +286,9 @@ def find_most_changed(leaves: Sequence[LeafHistory]) -> str | None:
 
 
 def actions(report: Report) -> dict[str, str]:
-    """Returns the actions of a run: name -> what it copies, with `{step}`.
+    """Returns the actions of a run: name -> what it copies.
 
-    `{pair}` is this step and the newest other one.
+    `{step}` stands for the chosen step, `{pair}` for it and the newest other one.
     """
     if not report.is_run:
         return {}

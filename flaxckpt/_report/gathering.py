@@ -335,11 +335,7 @@ def describe_change(
 ) -> Change:
     """Returns the data of a comparison, by parts of the state.
 
-    Args:
-        diff: The comparison.
-        repeated: The copies in the second step.
-        steps: The two steps.
-        names: Their names, for leaves that only one of them has.
+    `repeated` are the copies in the second step; `names` say which step has a leaf.
     """
     leaves = []
     for path, leaf in diff.changed.items():
@@ -395,10 +391,7 @@ def _leaf_histories(
 ) -> tuple[LeafHistory, ...]:
     """Returns the recorded statistics of leaves; a step saved again counts once.
 
-    Args:
-        root: The run directory.
-        repeated: The copies in the newest step that can be read.
-        infos: The leaves of that step.
+    `repeated` and `infos` are of the newest step that can be read.
     """
     recorded = {samples.step: samples for samples in _run.sample_log.read(root)}
     steps = sorted(recorded)

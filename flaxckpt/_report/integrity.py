@@ -36,12 +36,7 @@ def check_steps(
 ) -> tuple[Integrity, ...]:
     """Returns the integrity of each of `steps`, in order, the newest last.
 
-    Args:
-        root: The run directory.
-        steps: The steps as listed.
-        every: True to read every byte of the steps.
-        known: The integrity of steps that were checked before; whole ones are not
-            checked again.
+    With `every`, all bytes are read. Steps `known` to be whole are not checked.
     """
     if every:
         return tuple(verify_step(step).integrity for step in steps)
@@ -102,10 +97,8 @@ def explain(error: Exception) -> str:
 class Verification(NamedTuple):
     """The result of reading every byte of a step.
 
-    Attributes:
-        integrity: The integrity of the step.
-        report: The faults; None if the step could not be opened.
-        files: The stamp of the files before they were read.
+    The report is None if the step could not be opened; `files` is the stamp of the
+    files before they were read.
     """
 
     integrity: Integrity
@@ -116,9 +109,7 @@ class Verification(NamedTuple):
 def verify_step(step: Step, counter: Counter | None = None) -> Verification:
     """Reads every byte of a step, and compares the data with checksums.
 
-    Args:
-        step: The step as listed.
-        counter: Counts the bytes read. An error of its `add` ends the verification.
+    An error of the counter's `add` ends the verification.
     """
     path = _storage.paths.from_text(step.path)
     began, files = time.time(), stamp_files(path)
@@ -179,15 +170,8 @@ def find_news(
     """Returns what became known of steps after a verification, and contradicts it.
 
     Damage that was found by any means counts against a good step; only the removal of
-    the marker counts against a bad one, as the sizes of files say little.
-
-    Args:
-        report: A report without the findings of the verification.
-        found: Step -> the finding of the verification.
-
-    Returns:
-        Step -> the news: `was marked as damaged at 13:14:05`. Steps without news are
-        missing.
+    the marker counts against a bad one, as the sizes of files say little. Steps without
+    news are missing: step -> `was marked as damaged at 13:14:05`.
     """
     kinds = ("found_damaged", "found_good")
     events = {event.step: event for event in report.happened if event.kind in kinds}
@@ -197,36 +181,26 @@ def find_news(
         if check is None or check.found is None:
             continue
         event = events.get(step.step)
-        is_late = event is not None and event.time > check.found
+        kind = event.kind if event is not None and event.time > check.found else ""
+        when = None if event is None else event.time
+        what = ""
         if check.is_bad:
-            if event is not None and is_late and event.kind == "found_good":
-                news[step.step] = _news("was found to be good", event.time)
+            what = "was found to be good" if kind == "found_good" else ""
         elif known.is_bad and (known.found or 0.0) > check.found:
-            news[step.step] = _news(_describe_loss(step, known), known.found)
-        elif event is not None and is_late and event.kind == "found_damaged":
-            news[step.step] = _news("was marked as damaged", event.time)
+            when = known.found
+            what = "was marked as damaged" if step.damage else "was found to be damaged"
+            what = "could not be read" if known.state == "unread" else what
+        elif kind == "found_damaged":
+            what = "was marked as damaged"
+        if what:
+            news[step.step] = f"{what} at {humanize.clock(when)}"
     return news
-
-
-def _describe_loss(step: Step, known: Integrity) -> str:
-    if known.state == "unread":
-        return "could not be read"
-    return "was marked as damaged" if step.damage else "was found to be damaged"
-
-
-def _news(what: str, when: float | None) -> str:
-    return f"{what} at {humanize.clock(when)}"
 
 
 def merge(step: Step, known: Integrity, found: Integrity) -> Integrity:
     """Returns the integrity of a step of which a verification is the latest news.
 
     A step with a marker of damage stays damaged until the marker is removed.
-
-    Args:
-        step: The step as listed.
-        known: Its integrity without the verification.
-        found: The finding of the verification.
     """
     if step.damage is None:
         return found

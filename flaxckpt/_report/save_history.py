@@ -48,10 +48,8 @@ def _add_event(save: Save, event: Event) -> Save:
             began = event.time - (blocked or 0.0)
             return save._replace(blocked_secs=blocked, began=began)
         case "committed":
-            total, size = (
-                _number(event.details, "total_secs"),
-                event.details.get("bytes"),
-            )
+            total = _number(event.details, "total_secs")
+            size = event.details.get("bytes")
             return save._replace(
                 blocked_secs=save.blocked_secs if blocked is None else blocked,
                 total_secs=total,

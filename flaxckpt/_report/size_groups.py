@@ -26,8 +26,7 @@ _Bundle: TypeAlias = tuple[str, Sequence[int]]
 def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
     """Divides a checkpoint into parts that add up to the whole, group by group.
 
-    Args:
-        trees: Of a whole checkpoint, each container before its children.
+    Each container comes before its children.
     """
     inner: list[list[int]] = [[] for _ in trees]
     for number, above in enumerate(copies.find_parents([t.depth for t in trees])):

@@ -32,13 +32,7 @@ class ShownCell(NamedTuple):
 
 
 class ShownRow(NamedTuple):
-    """A row of a table.
-
-    Attributes:
-        data: HTML attributes, for the script and for programs.
-        cells: The cells; the first is the heading of the row.
-        kind: A CSS class: `bad`, `deleted`, or None.
-    """
+    """A row of a table: attributes, cells, and its class: `bad`, `deleted` or None."""
 
     data: Mapping[str, object]
     cells: Sequence[object]
@@ -46,22 +40,12 @@ class ShownRow(NamedTuple):
 
 
 def render(template: str, **values: object) -> html.Markup:
-    """Returns the markup of a template.
-
-    Args:
-        template: The name of the template, `recorder.html`.
-        **values: What its variables are.
-    """
+    """Returns the markup of a template, with values for its variables."""
     return html.Markup(_environment().get_template(template).render(**values))
 
 
 def address(path: str, **fields: object) -> html.Markup:
-    """Returns an address of this server, for an attribute.
-
-    Args:
-        path: The path, `/leaves`.
-        **fields: The fields; None leaves a field out.
-    """
+    """Returns an address of this server, for an attribute; without fields of None."""
     given = {name: str(value) for name, value in fields.items() if value is not None}
     query = parse.urlencode(given, errors="surrogatepass")
     # Percent-encoded, so `&` is the only character to escape. Unlike other texts, an
@@ -143,11 +127,8 @@ def _sortable(shown: object, value: float | None) -> ShownCell | str:
 
 def _find_used(rows: Sequence[ShownRow], count: int) -> list[int]:
     """Returns the columns in which a row has a text."""
-    return [n for n in range(count) if any(_text_of(row.cells[n]) for row in rows)]
-
-
-def _text_of(cell: object) -> str:
-    return str(cell.shown if isinstance(cell, ShownCell) else cell)
+    texts = [[str(getattr(each, "shown", each)) for each in row.cells] for row in rows]
+    return [n for n in range(count) if any(row[n] for row in texts)]
 
 
 def _attributes(given: Mapping[str, object]) -> html.Markup:

@@ -28,15 +28,7 @@ class Rectangle(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A part of the state in its place.
-
-    Attributes:
-        part: The part.
-        share: Its part of the whole.
-        box: The rectangle.
-        colour: The number of the colour.
-        labels: The name, and the size, as far as they fit.
-    """
+    """A part of the state in its place, with name and size as far as they fit."""
 
     part: Part
     share: float
@@ -127,13 +119,9 @@ def _fitting(text: str, width: float, letter: float = _LETTER) -> str:
 
 
 def squarify(sizes: Sequence[float], box: Rectangle) -> list[Rectangle]:
-    """Divides `box` into rectangles with areas in the ratio of `sizes`.
+    """Divides `box` into rectangles in the ratio of `sizes`, the largest first.
 
-    The rectangles are as square as rows allow (Bruls, Huizing and van Wijk).
-
-    Args:
-        sizes: At least 0 each, the largest first.
-        box: The rectangle to fill.
+    They are as square as rows allow (Bruls, Huizing and van Wijk).
     """
     x, y, width, height = box
     if not sum(sizes) or width <= 0 or height <= 0:

@@ -50,10 +50,7 @@ _ADVICE = "Open the address that `flaxckpt ui` printed: it ends with a token."
 class Guard:
     """An ASGI application that passes allowed requests to another, and no others.
 
-    Args:
-        app: The application behind the guard.
-        token: The secret in the address that is printed.
-        port: The port; cookies of servers on other ports have other names.
+    The port is in the name of the cookie: servers on other ports have other cookies.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
@@ -112,12 +109,7 @@ class Guard:
 
 
 def check_origin(method: str, headers: Headers) -> Response | None:
-    """Returns the refusal of a request by its method and origin, or None.
-
-    Args:
-        method: The HTTP method.
-        headers: The headers of the request.
-    """
+    """Returns the refusal of a request by its method and origin, or None."""
     if method not in ("GET", "HEAD"):
         return PlainTextResponse("this page only reads", 405)
     hosts = headers.getlist("host")

@@ -53,13 +53,7 @@ _VIEWS_AT_ONCE = 4
 
 
 def make_app(workspace: Workspace, *, token: str, port: int) -> ASGIApp:
-    """Returns the application, behind its guard.
-
-    Args:
-        workspace: The data behind the page.
-        token: The secret in the address that is printed.
-        port: The port of the server.
-    """
+    """Returns the application, behind its guard."""
     few, one = asyncio.Semaphore(_VIEWS_AT_ONCE), asyncio.Semaphore(1)
     routes = [
         Route(path, partial(_answer, workspace, view, turn))

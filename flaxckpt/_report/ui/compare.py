@@ -19,7 +19,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
     place = workspace.places.find(query.text("run"))
     others = workspace.targets.checkpoints()
-    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
+    other = workspace.targets.find(query.text("with") or place.name, others)
     a, b = _choose_steps(workspace, place, other, query)
     is_asked = query.number("b") is not None or (place, a) != (other, b)
     return frame.render(
@@ -63,7 +63,8 @@ def _choose_steps(
 def result(workspace: Workspace, query: Query) -> html.Markup:
     """Compares two steps, and returns the leaves that differ."""
     place = workspace.places.find(query.text("run"))
-    other = workspace.targets.find_checkpoint(query.text("with") or place.name)
+    others = workspace.targets.checkpoints()
+    other = workspace.targets.find(query.text("with") or place.name, others)
     first = workspace.opened.get(place, query.number("a"))
     second = workspace.opened.get(other, query.number("b"))
     if first[:2] == second[:2]:

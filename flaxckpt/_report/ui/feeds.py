@@ -49,13 +49,7 @@ class ReportSnapshot(NamedTuple):
 
 
 class News(NamedTuple):
-    """The last change of some runs.
-
-    Attributes:
-        version: Differs after each change.
-        text: What has changed: `step 300 saved`.
-        is_bad: True if a step was found to be damaged.
-    """
+    """The last change of some runs: `step 300 saved`; each has another version."""
 
     version: str
     text: str

@@ -35,16 +35,11 @@ def render(
     version: str | None = None,
     **values: object,
 ) -> html.Markup:
-    """Returns a page.
+    """Returns a page, from a template that extends `ui/page.html`.
 
-    Args:
-        template: The template, which extends `ui/page.html`.
-        workspace: The data behind the page.
-        place: The run or checkpoint that the page shows; None for all of them.
-        version: The version of the data on the page, which follows the changes of the
-            run, or of all runs; by default the present one of the run. None for a page
-            that does not.
-        **values: The variables of the template.
+    A page about all runs has no `place`. The version is that of the data on the page,
+    which follows the changes of the run, or of all runs; by default it is the present
+    one of the run.
     """
     if version is None and place is not None:
         version = workspace.version(place)

@@ -51,9 +51,7 @@ class OpenCheckpoints:
     def get(self, place: Location, step: int | None) -> OpenCheckpoint:
         """Returns an open checkpoint, opened again if it has changed.
 
-        Args:
-            place: The run or the checkpoint.
-            step: The step of a run; None is the newest, or for a checkpoint.
+        Without a step, it is the newest of a run.
 
         Raises:
             CheckpointError: As for `metadata`.

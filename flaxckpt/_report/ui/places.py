@@ -30,13 +30,7 @@ _SHARE = 0.05
 
 
 class Location(NamedTuple):
-    """A run or a checkpoint.
-
-    Attributes:
-        name: The path relative to the opened directory.
-        path: The run directory, or the checkpoint.
-        is_run: True for a run directory.
-    """
+    """A run or a checkpoint; its name is the path relative to the opened directory."""
 
     name: str
     path: Path
@@ -47,14 +41,9 @@ class Places:
     """The runs and checkpoints that may be opened; thread-safe.
 
     Attributes:
-        root: The opened path.
+        root: The opened path: a run directory, a checkpoint, or a directory of runs.
         others: Name -> another checkpoint from the command line.
         files: Name -> a JSON file with a state from the command line, for plans only.
-
-    Args:
-        root: A run directory, a checkpoint, or a directory of runs.
-        others: Further checkpoints and run directories.
-        files: JSON files with states.
     """
 
     def __init__(
@@ -129,9 +118,7 @@ class Places:
 def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
     """Finds the runs and checkpoints at or below a path.
 
-    Args:
-        root: A run directory, a checkpoint, or a directory of runs.
-        others: Further checkpoints, run directories, and JSON files with states.
+    The others may be JSON files with states, too.
 
     Raises:
         CheckpointNotFoundError: A path does not exist.
@@ -139,8 +126,17 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
         OptionError: A JSON file does not describe a state.
     """
     path = _formats.follow(_storage.paths.resolve(root))
-    files = {str(o): _file(str(o), o) for o in others if _is_json(o)}
-    further = {str(o): _place(str(o), o) for o in others if not _is_json(o)}
+    further, files = dict[str, Location](), dict[str, Location]()
+    for other in others:
+        at, name = _storage.paths.resolve(other), str(other)
+        if at.suffix == ".json" and at.is_file() and not _formats.recognises(at):
+            _inspect.abstract_file.read_target(at)  # raises
+            files[name] = Location(name, at, is_run=False)
+            continue
+        at = _formats.follow(at)
+        if (kind := is_run(at)) is None:
+            _formats.detect(at)  # raises
+        further[name] = Location(name, at, bool(kind))
     found = Places(path, further, files)
     if not found.runs:
         _inspect.run_view.survey(path)  # raises: neither a run nor a checkpoint
@@ -150,9 +146,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
 def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
     """Returns the runs and checkpoints at or below a path, by name.
 
-    Args:
-        root: The path.
-        known: Those that were found before, of which only the names are looked at.
+    Only the names are looked at of those that are known.
     """
     kind = is_run(root)
     if kind is not None:
@@ -163,26 +157,6 @@ def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
     with _storage.paths.listing_cache(root):
         search = _search(root, "", _DEEPEST, known)
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
-
-
-def _place(name: str, other: PathLike) -> Location:
-    path = _formats.follow(_storage.paths.resolve(other))
-    kind = is_run(path)
-    if kind is None:
-        _formats.detect(path)  # raises
-    return Location(name, path, bool(kind))
-
-
-def _is_json(other: PathLike) -> bool:
-    path = _storage.paths.resolve(other)
-    is_file = path.suffix == ".json" and path.is_file()
-    return is_file and not _formats.recognises(path)
-
-
-def _file(name: str, other: PathLike) -> Location:
-    path = _storage.paths.resolve(other)
-    _inspect.abstract_file.read_target(path)  # raises
-    return Location(name, path, is_run=False)
 
 
 def _search(

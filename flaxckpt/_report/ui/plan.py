@@ -65,14 +65,9 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 
 
 class _Asked(NamedTuple):
-    """The plan that a reader has asked for.
+    """The plan that a reader asked for.
 
-    Attributes:
-        place: The run or checkpoint to restore.
-        into: The state to restore into.
-        query: The fields.
-        target: The state.
-        target_step: The step with this state, if it is not the newest of a run.
+    `target_step` is the step with the state `target`, if it is not the newest.
     """
 
     place: Location

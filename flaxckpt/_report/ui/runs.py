@@ -158,12 +158,7 @@ def _bests(report: Report) -> list[tuple[str, MetricValue]]:
 
 
 class _Ranking(NamedTuple):
-    """What the runs are ordered by.
-
-    Attributes:
-        metric: The metric; None for the names.
-        mode: `min` if the lowest value is the best.
-    """
+    """The order of runs: by the lowest or highest values of a metric, or by name."""
 
     metric: str | None
     mode: Literal["min", "max"]

@@ -100,10 +100,9 @@ def _end_unless_idle(threads: Iterable[threading.Thread]) -> None:
 
 
 def _end_process() -> NoReturn:
-    """Ends the process at once, after a read that nothing can interrupt was left.
+    """Ends the process at once: Python would wait minutes for a thread that reads.
 
-    Python would wait for the thread that reads, which may take minutes. Nothing is
-    written here, so nothing has to be finished.
+    Nothing is written here, so nothing has to be finished.
     """
     logging.shutdown()
     sys.stdout.flush()

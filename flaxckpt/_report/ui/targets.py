@@ -25,11 +25,7 @@ _MOST_FILE_BYTES = 16 * 2**20
 
 
 class Targets:
-    """Finds the states to compare with, and to restore into; thread-safe.
-
-    Args:
-        found: The runs and checkpoints that the page may open.
-    """
+    """Finds the states to compare with, and to restore into; thread-safe."""
 
     def __init__(self, found: Places) -> None:
         self._found = found
@@ -73,22 +69,13 @@ class Targets:
             self._with_steps.add(place.path)
         return has_step
 
-    def find(self, name: str) -> Location:
-        """Returns the state of a name.
+    def find(self, name: str, among: Mapping[str, Location] | None = None) -> Location:
+        """Returns the state of a name, among all or these.
 
         Raises:
             CheckpointNotFoundError: No state has this name.
         """
-        place = self.all().get(name)
-        return self._found.find(name) if place is None else place  # find raises
-
-    def find_checkpoint(self, name: str) -> Location:
-        """Returns the run or checkpoint of a name.
-
-        Raises:
-            CheckpointNotFoundError: No run or checkpoint has this name.
-        """
-        place = self.checkpoints().get(name)
+        place = (self.all() if among is None else among).get(name)
         return self._found.find(name) if place is None else place  # find raises
 
 
@@ -97,9 +84,7 @@ def _find_beside(
 ) -> Iterator[tuple[Path, Location]]:
     """Yields the runs and checkpoints in the directory of an opened one, with paths.
 
-    Args:
-        root: The opened run or checkpoint.
-        known: Those that were found before, which are not looked at again.
+    Those that are known are not looked at again.
     """
     for child in _list(root.parent):
         if child in known:

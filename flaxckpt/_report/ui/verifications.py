@@ -81,15 +81,9 @@ class Job:
 
     Attributes:
         place: The run or the checkpoint.
-        steps: The steps, in the order in which they are read.
+        steps: The steps, at least one, in the order in which they are read.
         results: The results so far, in this order.
         error: The error that ended the job, or None.
-
-    Args:
-        place: The run or the checkpoint.
-        steps: The steps, at least one.
-        remember: Called with each result.
-        end: Called at the end.
     """
 
     def __init__(
@@ -220,12 +214,7 @@ class Verifications:
             self._job.stop()
 
     def find(self, place: Location, report: Report) -> Mapping[int | None, Result]:
-        """Returns the last result for each step of a run, with what is known since.
-
-        Args:
-            place: The run or the checkpoint.
-            report: The report on it, without results.
-        """
+        """Returns the last result for each step of a run, with what is known since."""
         self.look_again()
         with self._lock:
             results = [(k, r) for k, r in self._results.items() if k[0] == place.path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Final, Literal, TypeAlias
 
 from flaxckpt import errors
@@ -188,19 +188,12 @@ def _find_remedies(
     states = {n: results[n].integrity.state for n in results if n is not None}
     damaged = [n for n, s in states.items() if s == "damaged" and n not in marked]
     good = [n for n, s in states.items() if s == "verified" and n in marked]
-    return [
-        {"is_damaged": steps is damaged, **_name_steps(place, steps)}
-        for steps in (damaged, good)
-        if steps
-    ]
-
-
-def _name_steps(place: Location, steps: Sequence[int]) -> Content:
-    names = errors.first_few([f"{step:,}" for step in sorted(steps)], _MOST_NAMED)
-    numbers = " ".join(map(str, sorted(steps)))
-    if len(steps) > _MOST_NAMED:
-        numbers = "--all"
-    return {
-        "names": f"step {names}" if len(steps) == 1 else f"steps {names}",
-        "command": f"flaxckpt verify {shlex.quote(str(place.path))} {numbers} --mark",
-    }
+    run, remedies = shlex.quote(str(place.path)), list[Content]()
+    for is_damaged, steps in ((True, sorted(damaged)), (False, sorted(good))):
+        if steps:
+            all_named = len(steps) <= _MOST_NAMED
+            numbers = " ".join(map(str, steps)) if all_named else "--all"
+            command = f"flaxckpt verify {run} {numbers} --mark"
+            given = {"is_damaged": is_damaged, "steps": steps, "command": command}
+            remedies.append({**given, "most": _MOST_NAMED})
+    return remedies

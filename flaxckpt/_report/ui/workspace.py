@@ -62,10 +62,7 @@ def open_workspace(found: places.Places) -> Workspace:
 
 
 class Query:
-    """The fields of a request's address.
-
-    Args:
-        raw: The part of the address after `?`.
+    """The fields of a request's address: the part after `?`.
 
     Raises:
         OptionError: It is not UTF-8, or has too many fields.
