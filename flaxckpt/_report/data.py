@@ -378,10 +378,25 @@ class Report:
         return [step for step in self.steps if step.step not in self.faults]
 
     @property
+    def good_steps(self) -> Sequence[int]:
+        """The steps without known damage, ascending."""
+        return [step.step for step in self.good if step.step is not None]
+
+    @property
     def usable(self) -> Sequence[int]:
         """The steps without known damage, ascending; all if all are damaged."""
-        steps = self.good or self.steps
-        return [step.step for step in steps if step.step is not None]
+        numbers = [step.step for step in self.steps if step.step is not None]
+        return self.good_steps or numbers
+
+    @property
+    def bests(self) -> Sequence[tuple[str, MetricValue]]:
+        """Each metric that a policy ranks steps by, with its best usable value."""
+        return [
+            (name, point)
+            for name, points in self.metrics.items()
+            for point in points
+            if point.mode is not None and not point.is_bad
+        ]
 
     @functools.cached_property
     def drawn(self) -> Mapping[str, Sequence[MetricValue]]:

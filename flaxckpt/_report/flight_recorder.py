@@ -165,10 +165,8 @@ def _find_best(
     report: Report,
 ) -> tuple[Literal["best", "last"], str, MetricValue] | None:
     """Returns the best value of a metric that ranks steps, else the last finite one."""
-    for name, points in report.metrics.items():
-        best = [point for point in points if point.best == "best" and not point.is_bad]
-        if best:
-            return "best", name, best[-1]
+    if report.bests:
+        return "best", *report.bests[0]
     for name, points in report.metrics.items():
         last = last_good(points)
         if last is not None and math.isfinite(last.value):
@@ -181,8 +179,7 @@ def choose_step(report: Report) -> int | None:
 
     Of a run that diverged, it is the last good step with a finite value that is left.
     """
-    good = [step.step for step in report.good if step.step is not None]
-    return max(_find_finite(report) or good, default=None)
+    return max(_find_finite(report) or report.good_steps, default=None)
 
 
 def _find_finite(report: Report) -> list[int]:
@@ -208,9 +205,8 @@ def choose_pair(report: Report) -> tuple[int, int] | None:
     found = find_divergence(report)
     if found is None:
         return None
-    good = [step.step for step in report.good if step.step is not None]
-    before = [step for step in good if step < found.step]
-    after = [step for step in good if step >= found.step]
+    before = [step for step in report.good_steps if step < found.step]
+    after = [step for step in report.good_steps if step >= found.step]
     if found.last_finite in before and after:
         return before[-1], after[0]
     return (before[-2], before[-1]) if len(before) > 1 else None

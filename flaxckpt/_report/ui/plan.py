@@ -268,8 +268,8 @@ def _find_other_step(
 
     Returns None for a checkpoint that is no step of a run.
     """
-    steps = [each.step for each in workspace.report(place).good]
-    return max((n for n in steps if n is not None and n != step), default=None)
+    steps = workspace.report(place).good_steps
+    return max((n for n in steps if n != step), default=None)
 
 
 def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:

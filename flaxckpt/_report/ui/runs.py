@@ -147,16 +147,6 @@ def _is_live(report: Report) -> bool:
     return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
 
 
-def _bests(report: Report) -> list[tuple[str, MetricValue]]:
-    """Returns each metric that a policy ranks steps by, with its best value."""
-    return [
-        (name, point)
-        for name, points in report.metrics.items()
-        for point in points
-        if point.mode is not None and not point.is_bad
-    ]
-
-
 class _Ranking(NamedTuple):
     """The order of runs: by the lowest or highest values of a metric, or by name."""
 
@@ -179,7 +169,7 @@ def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
     counts = collections.Counter(
         _Ranking(name, best.mode)
         for report in reports.values()
-        for name, best in _bests(report)
+        for name, best in report.bests
         if best.mode is not None
     )
     found = [ranking for ranking, _ in counts.most_common()]
@@ -254,7 +244,7 @@ def _describe(
         "report": report,
         "words": [*report.metrics, *(f"{n}={tag}" for n, tag in report.tags.items())],
         "newest": newest,
-        "bests": bests + [each for each in _bests(report) if each[0] != ranking.metric],
+        "bests": bests + [each for each in report.bests if each[0] != ranking.metric],
         "lasts": [_last(report, newest, name) for name in names],
         "diverged": flight_recorder.find_divergence(report),
     }
