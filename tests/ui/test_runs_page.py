@@ -91,6 +91,18 @@ def test_runs_are_ranked_by_the_chosen_metric(opened):
     expect(caption).to_have_text("By the best loss, lowest first")
 
 
+def test_the_table_is_narrow_and_names_of_runs_stay_whole(opened):
+    opened.page.set_viewport_size({"width": 1000, "height": 800})
+    box = opened.page.locator("#all-runs .scroll")
+    assert box.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
+    opened.page.set_viewport_size({"width": 390, "height": 800})
+    lines = """link => {
+      link.textContent = "adam-lr0.03-batch-32-diverged";
+      return link.getClientRects().length;
+    }"""
+    assert box.locator("tbody th a").first.evaluate(lines) == 1
+
+
 def test_runs_are_grouped(opened):
     opened.page.select_option("select[name=group]", "name")
     captions = opened.page.locator("#all-runs caption")
