@@ -20,7 +20,6 @@
     return colours.get(name);
   }
 
-
   // A run keeps its colour, whatever runs come before it: the one that follows from its
   // name, or the next that fewest runs have. The tab remembers it.
   const seats = new Map();
