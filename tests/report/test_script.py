@@ -281,7 +281,9 @@ def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
         return opened.page.evaluate("navigator.clipboard.readText()")
 
     assert opened.texts("menu.actions .chosen") == ["Step 80"]
+    place = opened.page.locator(f"{LOSS} .plot").bounding_box()
     assert copy("Compare") == f"flaxckpt diff {report.path} 70 80"
+    assert opened.page.locator(f"{LOSS} .plot").bounding_box() == place
     opened.page.click("#steps tr[data-step='50'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 50"]
     code = copy("Resume from here")

@@ -1040,7 +1040,9 @@
     try {
       await navigator.clipboard.writeText(words);
       output.textContent = `Copied: ${words}`;
+      output.dataset.tip = words;
     } catch {
+      delete output.dataset.tip;
       output.textContent = words; // to be copied by hand
     }
   }
