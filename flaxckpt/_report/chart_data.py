@@ -70,18 +70,15 @@ def _facts(points: Sequence[MetricValue], last: MetricValue) -> str:
     """Returns the best and the last value of a metric in a phrase."""
     drawn = [point for point in points if math.isfinite(point.value)]
     best = [point for point in drawn if point.best == "best"]
-    facts = [_fact("best", point) for point in best[-1:]]
-    facts.append(_fact("last", last))
+    facts = [
+        f"{what} {humanize.number(point.value)} at step {point.step:,}"
+        + (" (cannot be used)" if point.is_bad else "")
+        for what, point in (*(("best", each) for each in best[-1:]), ("last", last))
+    ]
     if bad := [f"{point.step:,}" for point in drawn if point.is_bad]:
         steps = "step" if len(bad) == 1 else "steps"
         facts.append(f"{steps} {errors.first_few(bad, 3)} damaged or not readable")
     return ", ".join(facts)
-
-
-def _fact(what: str, point: MetricValue) -> str:
-    reservation = " (cannot be used)" if point.is_bad else ""
-    value = humanize.number(point.value)
-    return f"{what} {value} at step {point.step:,}{reservation}"
 
 
 def _state(point: MetricValue) -> str:

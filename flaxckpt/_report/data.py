@@ -22,15 +22,12 @@ class Save(NamedTuple):
     """A save, from the events in the journal.
 
     Attributes:
-        step: The step, or None.
         began: The time of the call, in seconds since 1970.
         blocked_secs: Seconds that the caller waited; None if the call did not return.
         total_secs: Seconds until the step was durable, or None.
-        bytes: Bytes written, or None.
         uploaded_secs: Seconds of the upload from a staging directory.
         outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
             or the save is still running.
-        error: The error of a failed save.
     """
 
     step: int | None
@@ -80,8 +77,6 @@ class MetricValue(NamedTuple):
     """The value of a metric at a step.
 
     Attributes:
-        step: The step.
-        value: The metric.
         stays: True if any reason keeps the step.
         best: `best` or `among the best` by a policy; without a policy for the metric,
             `lowest` or `highest`; None for other values.
@@ -106,8 +101,6 @@ class Part(NamedTuple):
         group: The group of the part in the whole state.
         path: The leaf path, or the common prefix of the leaves; of the first part.
         until: The path of the last of several parts; None for a single part.
-        subtrees: The number of parts.
-        leaves: The number of leaves.
         bytes: The size of the values, uncompressed.
     """
 
@@ -132,7 +125,6 @@ class TreeRow(NamedTuple):
         name: The last key of `path`, as shown.
         path: The leaf path, or the common prefix of the leaves; empty for the root.
         depth: The number of keys in `path`.
-        leaves: The number of leaves.
         bytes: The size of the values, uncompressed.
         type: The type of a leaf; None for a container.
     """
@@ -149,11 +141,9 @@ class ChangedLeaf(NamedTuple):
     """A leaf that differs between two steps.
 
     Attributes:
-        path: The leaf path.
         group: The part of the state: `params`, or a part of the optimizer.
         what: The difference, as `LeafDiff.kind`; or `only in` a step.
         shown: The type, or both types.
-        different: The number of different elements.
         elements: The number of all elements, where some differ.
         max_abs: The largest difference of two elements.
         rel_norm: The norm of the difference relative to the norm of the first leaf.
@@ -173,10 +163,7 @@ class Change(NamedTuple):
     """The differences between two steps.
 
     Attributes:
-        step_a: The first step.
-        step_b: The second step.
         leaves: The leaves that differ, the largest changes of each part first.
-        equal: The number of equal leaves.
         equal_in: Group -> the number of its equal leaves; the optimizer comes last.
         unreadable_in: Group -> the number of its leaves that cannot be read.
         bytes_compared: Size of the values of one step.
@@ -210,7 +197,6 @@ class LeafHistory(NamedTuple):
     """Statistics of a leaf at the saves of a run, from samples of its values.
 
     Attributes:
-        path: The leaf path.
         group: The part of the state, as of `ChangedLeaf`.
         kind: `layer` for parameters and other values that a layer has; `optimizer` for
             the leaves of the optimizer and for copies, as averages; `other` for
@@ -263,7 +249,6 @@ class Integrity(NamedTuple):
         step: The step; None for a checkpoint outside of a run.
         state: `verified`: every byte was read. `whole`: all files exist with their
             sizes. `damaged`; `unread`: reading failed; `unknown`: not checked.
-        detail: The finding.
         bytes_checked: Bytes that were read and compared.
         found: When this was found, in seconds since 1970: the beginning of the check,
             or the time of the marker of damage; None if not checked.
@@ -296,29 +281,21 @@ class Report:
     """The data of a page on a run, or on a checkpoint.
 
     Attributes:
-        path: The run directory or checkpoint.
-        is_run: True for a run directory.
         made: The time of the report, in seconds since 1970.
-        version: The version of flaxckpt.
         tags: The strings, numbers and booleans in the metadata of the run, as text.
-        formats: The formats of the checkpoints.
         bytes: The size on disk; None in object stores.
         policies: The policies that give the reasons; None if unknown.
         steps: The checkpoints, the oldest first, with metrics and reasons.
         history: The steps that were ever saved, the oldest first; with existing ones.
         verdicts: Deleted step -> what each policy kept at that time, of the last ones.
-        saves: The saves, in order.
-        happened: Other events in the journal, in order.
         metrics: Name -> values by step, of existing and deleted steps.
         modes: Metric that policies rank steps by -> which values are the best.
         shown: The checkpoint that `parts` describes; None if none can be read.
         total_bytes: The size of all its arrays, uncompressed.
-        leaves: The number of its leaves.
         copies: Its containers that repeat the shapes of another one.
         parts: The sizes of its other parts; with the copies, they add up to
             `total_bytes`.
         tree: Its other containers and leaves, each container before its content.
-        change: The differences between two steps.
         leaf_histories: Statistics of leaves over the saves, if the run recorded any;
             the parameters first.
         positions: The positions of dataset iterators, the oldest step first.

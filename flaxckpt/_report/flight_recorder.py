@@ -80,7 +80,6 @@ class Divergence(NamedTuple):
     """The end of a metric's finite values.
 
     Attributes:
-        metric: The metric.
         step: The first step of those at the end without a finite value.
         value: Its value: NaN, or an infinity.
         last_finite: The last step with a finite value, or None.

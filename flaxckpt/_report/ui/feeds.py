@@ -37,7 +37,6 @@ class ReportSnapshot(NamedTuple):
 
     Attributes:
         version: Grows with each report on the run.
-        report: The report.
         news: The last difference that has a description: `step 300 saved`.
         is_bad: True if the news has a damaged step.
     """

@@ -24,11 +24,8 @@ class OpenCheckpoint(NamedTuple):
     """A checkpoint without its arrays.
 
     Attributes:
-        place: The run or the checkpoint.
         step: The step of a run; None for a checkpoint.
         stored: The checkpoint as its reader opened it.
-        root: All leaves together.
-        leaves: Path -> the leaf.
         children: Path of a container -> what it contains. The root also has what its
             child with an empty key contains, because their paths are equal.
     """

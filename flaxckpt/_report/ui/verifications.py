@@ -35,14 +35,12 @@ class Result(NamedTuple):
 
     Attributes:
         step: The step, as listed before it was read.
-        integrity: The integrity of the step.
         files: The stamp of its files before they were read; None if unknown.
         summary: The number of leaves that cannot be read, and the files that cause it.
         faults: The first faults: the file and the values in it, and what is wrong.
         more_faults: The number of further ones.
         unchecked: The number of leaves and files without checksums, which were only
             read.
-        secs: The duration in seconds.
         news: What became known of the step since, which ends the result; empty if
             nothing.
     """
@@ -80,7 +78,6 @@ class Job:
     """The verification of some steps of a run, one after the other, on a thread.
 
     Attributes:
-        place: The run or the checkpoint.
         steps: The steps, at least one, in the order in which they are read.
         results: The results so far, in this order.
         error: The error that ended the job, or None.

@@ -14,15 +14,7 @@ from flaxckpt._util import html
 
 
 class Workspace(NamedTuple):
-    """The data behind the page.
-
-    Attributes:
-        places: The runs and checkpoints that may be opened.
-        targets: The states to compare with, and to restore into.
-        feeds: The reports on runs.
-        opened: The open checkpoints.
-        verifications: The running verification, and the results.
-    """
+    """The data behind the page."""
 
     places: places.Places
     targets: targets.Targets
