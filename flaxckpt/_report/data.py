@@ -391,16 +391,13 @@ class Report:
         if the damaged steps were marked as such.
         """
         report = dataclasses.replace(self, integrity=tuple(checks))
-        report = dataclasses.replace(
-            report,
-            metrics={
-                name: _label_best(points, self.modes.get(name, ()), report.faults)
-                for name, points in self.metrics.items()
-            },
-        )
+        metrics = {
+            name: _label_best(points, self.modes.get(name, ()), report.faults)
+            for name, points in self.metrics.items()
+        }
         if not self.is_run:
-            return report
-        best = {p.step for points in report.metrics.values() for p in points if p.mode}
+            return dataclasses.replace(report, metrics=metrics)
+        best = {p.step for points in metrics.values() for p in points if p.mode}
         good = report.good
         steps = []
         for step in self.steps:
@@ -409,7 +406,7 @@ class Report:
             newest, first = ["latest"] * is_newest, ["best"] * (step.step in best)
             marks = (*newest, *first, *rest)
             steps.append(dataclasses.replace(step, marks=marks))
-        return dataclasses.replace(report, steps=tuple(steps))
+        return dataclasses.replace(report, metrics=metrics, steps=tuple(steps))
 
     @property
     def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:

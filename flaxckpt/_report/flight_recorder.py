@@ -265,16 +265,13 @@ def find_most_changed(leaves: Sequence[LeafHistory]) -> str | None:
 
     The parameters come first: a leaf of the optimizer is returned only without them.
     """
-    changes = {
-        leaf.path: [*find_changes([leaf]).values()][-1]
-        for leaf in leaves
-        if len(leaf.norms) > 1 and leaf.kind != "other"
-    }
-    ranked = sorted(
-        (leaf for leaf in leaves if leaf.path in changes),
-        key=lambda leaf: (leaf.kind == "layer", changes[leaf.path]),
-    )
-    return ranked[-1].path if ranked else None
+    known = [leaf for leaf in leaves if len(leaf.norms) > 1 and leaf.kind != "other"]
+
+    def rank(leaf: LeafHistory) -> tuple[bool, float]:
+        return leaf.kind == "layer", [*find_changes([leaf]).values()][-1]
+
+    most = max(known, key=rank, default=None)
+    return None if most is None else most.path
 
 
 # ---- actions ----------------------------------------------------------------------

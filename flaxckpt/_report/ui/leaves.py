@@ -103,11 +103,10 @@ def statistics(workspace: Workspace, query: Query) -> html.Markup:
         raise errors.CheckpointNotFoundError(
             f"{opened.stored.metadata.path} has no leaf {leaf!r}"
         )
-    is_read = tree.bytes <= _MOST_BYTES or query.text("large")
     result = None
-    if is_read:
-        stored = opened.stored
-        result = _inspect.leaf_statistics.statistics_of(stored, leaf, bins=_BINS)
+    if tree.bytes <= _MOST_BYTES or query.text("large"):
+        read = _inspect.leaf_statistics.statistics_of
+        result = read(opened.stored, leaf, bins=_BINS)
     return templates.render(
         "ui/leaf.html", run=place.name, step=opened.step, tree=tree, result=result
     )

@@ -28,10 +28,7 @@ _MOST_NAMED = 8
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that verifies the `step` of a `run`, or all of its steps."""
-    place = workspace.places.find(query.text("run"))
-    chosen = _chosen(workspace, place, query)
-    shown = _describe(workspace, place, chosen)
-    return frame.render("ui/verify.html", workspace, **shown)
+    return frame.render("ui/verify.html", workspace, **_find_shown(workspace, query))
 
 
 def start(workspace: Workspace, query: Query) -> html.Markup:
@@ -62,9 +59,7 @@ def stop(workspace: Workspace, query: Query) -> html.Markup:
 
 def status(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the progress of the verification, and the results so far."""
-    place = workspace.places.find(query.text("run"))
-    shown = _describe(workspace, place, _chosen(workspace, place, query))
-    return templates.render("ui/verification.html", **shown)
+    return templates.render("ui/verification.html", **_find_shown(workspace, query))
 
 
 def _asked(place: Location, query: Query) -> _Chosen:
@@ -74,12 +69,13 @@ def _asked(place: Location, query: Query) -> _Chosen:
     return query.number("step") if place.is_run else None
 
 
-def _chosen(workspace: Workspace, place: Location, query: Query) -> _Chosen:
-    """Returns the steps to show: of the request, else those verified last, if any."""
-    asked, job = _asked(place, query), workspace.verifications.job
-    if asked is not None or job is None or job.place != place:
-        return asked
-    return job.steps[0].step if len(job.steps) == 1 else _ALL
+def _find_shown(workspace: Workspace, query: Query) -> Content:
+    """Describes the steps of the request, else those verified last, if any."""
+    place = workspace.places.find(query.text("run"))
+    chosen, job = _asked(place, query), workspace.verifications.job
+    if chosen is None and job is not None and job.place == place:
+        chosen = job.steps[0].step if len(job.steps) == 1 else _ALL
+    return _describe(workspace, place, chosen)
 
 
 def _describe(
