@@ -65,13 +65,7 @@ class _Listing:
 
 
 class _Ahead(NamedTuple):
-    """Values read ahead.
-
-    Attributes:
-        bucket: Their bucket.
-        changes: The number of changes by this process before the reads.
-        values: Key -> value, or None for a missing key.
-    """
+    """Values read after `changes` changes by this process; None for a missing key."""
 
     bucket: Bucket
     changes: int
@@ -86,15 +80,7 @@ _AHEAD: ContextVar[tuple[_Ahead, ...]] = ContextVar("values read ahead", default
 class Bucket:
     """A bucket of an object store.
 
-    Args:
-        scheme: `s3`, `gs` or `memory`.
-        bucket: Name of the bucket.
-        options: Options of the store.
-
     Attributes:
-        connection: The connection to the bucket.
-        url: `s3://bucket`.
-        options: As given.
         appended: Key of a journal -> content after this process appended to it.
     """
 
@@ -143,21 +129,12 @@ class Bucket:
         return StoredValue(bytes(answer.value), bytes(answer.stamp.generation))
 
     def part(self, key: str, start: int, stop: int) -> bytes | None:
-        """Returns a byte range of a value, cut off at the end; None if missing.
-
-        Args:
-            key: Key of the value.
-            start: First byte.
-            stop: End of the range, exclusive.
-        """
+        """Returns a byte range of a value, cut off at the end; None if missing."""
         stored = self._span(key, start, stop)
         return stored and stored.value[: stop - start]
 
     def end(self, key: str, size: int) -> bytes | None:
-        """Returns the last `size` bytes of a value, or all of a shorter one.
-
-        None for a missing value.
-        """
+        """Returns the last `size` bytes of a value, at most all; None if missing."""
         try:
             stored = self.read(key, start=-size)
         except errors.StoreError as error:
@@ -169,13 +146,9 @@ class Bucket:
     def pieces(
         self, key: str, size: int, *, start: int = 0, stop: int | None = None
     ) -> Iterator[bytes]:
-        """Yields a value, or a range of its bytes, part by part.
+        """Yields a value, or a range of it, part by part; nothing if missing.
 
-        Args:
-            key: Key of the value; a missing value has no parts.
-            size: Expected size of the range. Its actual size may differ.
-            start: First byte.
-            stop: End of the range, exclusive; None for the end of the value.
+        `size` is the expected size of the range; the actual size may differ.
 
         Raises:
             StoreError: The value was replaced during the read, or the store is
@@ -204,12 +177,6 @@ class Bucket:
         stop: int | None = None,
     ) -> int | None:
         """Fills `views` with a value, or a range of its bytes; several parts at a time.
-
-        Args:
-            key: Key of the value.
-            views: Memory for the bytes, in order.
-            start: First byte.
-            stop: End of the range, exclusive; None for the end of the value.
 
         Returns:
             Number of bytes in the range, which may exceed the views; None for a missing
@@ -275,8 +242,7 @@ class Bucket:
     ) -> bytes | None:
         """Replaces the value of `generation`, or any value if `generation` is None.
 
-        Returns:
-            The new generation; None if the present value has another generation.
+        Returns the new generation; None if the present value has another generation.
         """
         with self._change():
             stamp = self.connection.request(

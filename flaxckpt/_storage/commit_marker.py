@@ -79,12 +79,8 @@ def new_checkpoint(
 ) -> Iterator[RemotePath]:
     """Locks a checkpoint for writing in the `with` block; see `commit`.
 
-    Removes the objects at the end if there is no commit marker.
-
-    Args:
-        final: The checkpoint.
-        overwrite: Whether to remove an existing checkpoint first.
-        keep: Selects objects of the existing checkpoint to keep, by name.
+    With `overwrite`, first removes the objects of an existing checkpoint whose names
+    `keep` does not select. Removes all objects at the end if there is no commit marker.
 
     Raises:
         CheckpointExistsError: The checkpoint exists, or another process writes it.
@@ -143,10 +139,7 @@ def _clear(lock: locks.Lock) -> None:
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
-    """Commits the checkpoint written in `new_checkpoint`.
-
-    Returns:
-        Number of bytes written.
+    """Commits the checkpoint written in `new_checkpoint`; returns the bytes written.
 
     Raises:
         CheckpointExistsError: Another process took over the lock.
@@ -183,16 +176,10 @@ def _digest(file: RemotePath) -> str | None:
 
 
 def write_new(path: RemotePath, content: bytes, lock: locks.Lock | None = None) -> None:
-    """Writes a new object.
+    """Writes a new object, by default under the lock that this process holds around it.
 
     Replaces an existing object, which is a late write of an abandoned attempt. Later
     writes of abandoned attempts find the new object, and the store refuses them.
-
-    Args:
-        path: The object.
-        content: Its content.
-        lock: The lock of the checkpoint; None for the lock of the checkpoint that this
-            process writes, if any.
 
     Raises:
         CheckpointExistsError: Another process writes the checkpoint, or has taken over
@@ -284,11 +271,7 @@ def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
 
 
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
-    """Removes uncommitted checkpoints without a live writer.
-
-    Args:
-        root: Directory of the checkpoints.
-        is_ours: Returns True for names of checkpoints.
+    """Removes uncommitted checkpoints without a live writer, if `is_ours` has the name.
 
     Raises:
         StoreError: The store is unreachable.

@@ -31,10 +31,6 @@ _TEMPORARY = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
     """Returns the descriptor of a regular file, open for reading.
 
-    Args:
-        path: The file.
-        within: Directory that must contain the target if `path` is a symbolic link.
-
     Raises:
         ValueError: The file is not regular, or is a link out of `within`.
         OSError: The file cannot be opened.
@@ -171,7 +167,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_parents(root: Path, file: PurePath | str) -> None:
-    """Makes the directories of `file`, relative to `root`, which must exist.
+    """Makes the directories of `file` below `root`.
 
     Does not make `root`: if another process has removed it, files written before are
     missing.
@@ -225,15 +221,12 @@ def digest(content: bytes) -> str:
 
 
 def check_digest(name: object, digest: str | None, recorded: object) -> None:
-    """Compares the digest of a file with the recorded digest.
+    """Compares the digest of a file with the recorded digest, which is not trusted.
 
-    Args:
-        name: The file, for the message.
-        digest: Digest of the file; None if missing or too large.
-        recorded: The recorded digest, not trusted.
+    `digest` is None for a file that is missing or too large.
 
     Raises:
-        ValueError: The digests differ.
+        ValueError: The digests differ; `name` tells the file.
     """
     if digest != recorded:
         pair = str(recorded) or "none", digest or "none"

@@ -53,9 +53,6 @@ _TOUCHES = 4
 class Lease:
     """A reader's lease: prevents the deletion of a checkpoint until released.
 
-    Args:
-        path: The checkpoint.
-
     Raises:
         OSError: The file cannot be made; FileNotFoundError for a missing checkpoint.
     """

@@ -11,10 +11,7 @@ from flaxckpt._storage import paths, storage
 
 
 def files_below(directory: Path) -> list[str]:
-    """Returns the relative path of each file below `directory`, with `/`.
-
-    Includes links to files, but no links to directories.
-    """
+    """Returns the relative path, with `/`, of each file or link to a file below."""
     entries = storage.of(directory).walk(directory)
     return [entry.path for entry in entries if not entry.is_directory]
 

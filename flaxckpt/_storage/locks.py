@@ -54,9 +54,6 @@ class _Holder(NamedTuple):
 
     Attributes:
         id: Different for each lock.
-        machine: `_machine` of the holder.
-        pid: Its process.
-        started: `_started` of its process.
         beat: Time of the last renewal.
         until: Time until which requests of dead holders before it may take effect;
             0 if none may.
@@ -83,7 +80,6 @@ class Lock:
     """A held lock, until released or taken over.
 
     Attributes:
-        path: The checkpoint.
         is_inherited: Whether it was taken over from a dead holder.
         is_left: Whether `release` leaves the object for a later sweep; at first,
             whether the lock is inherited.
@@ -204,11 +200,9 @@ def _key(path: RemotePath) -> str:
 
 @contextlib.contextmanager
 def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
-    """Holds the lock of a checkpoint in the `with` block.
+    """Holds the lock of a checkpoint, which need not exist, in the `with` block.
 
-    Args:
-        path: The checkpoint, which need not exist.
-        patient: Whether to wait up to a minute for another holder.
+    If `patient`, waits up to a minute for another holder.
 
     Raises:
         CheckpointExistsError: Another process holds the lock.

@@ -38,9 +38,6 @@ def explain_errors(path: Path) -> Iterator[None]:
 def reading(path: Path) -> Iterator[None]:
     """Converts system errors, including missing files, while reading a checkpoint.
 
-    Args:
-        path: The checkpoint, which existed when reading started.
-
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted during the read.
         DamagedCheckpointError: A file is missing or unreadable.

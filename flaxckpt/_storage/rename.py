@@ -39,13 +39,8 @@ def publish(temporary: Path, final: Path) -> None:
 def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """Exchanges the names of a finished directory and an existing directory.
 
-    A single step where the system has `renameat2`; elsewhere three, and a crash between
-    them may leave `final` without its name.
-
-    Args:
-        temporary: The finished directory.
-        final: The existing directory.
-        aside: Intermediate name of the existing directory, if there are three steps.
+    A single step where the system has `renameat2`; elsewhere three, by the name
+    `aside`, and a crash between them may leave `final` without its name.
 
     Raises:
         NotDurableError: The exchange was done, or half of it, and may not last.

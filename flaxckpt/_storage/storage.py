@@ -84,9 +84,7 @@ class Storage(Protocol[_Path]):
     ) -> Iterator[WalkedEntry]:
         """Yields each entry below `directory`, in order; does not follow links.
 
-        Args:
-            directory: The directory.
-            strict: Whether an unreadable directory is an error, or left out.
+        Leaves out unreadable directories unless `strict`.
 
         Raises:
             OSError: With `strict`, a directory cannot be listed.
@@ -94,10 +92,6 @@ class Storage(Protocol[_Path]):
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
         """Returns the size of a file; None if unknown without reading the file.
-
-        Args:
-            file: The file.
-            within: Directory that must contain the target of a link; None for no check.
 
         Raises:
             ValueError: The file is not regular, or is a link out of `within`.
@@ -112,17 +106,11 @@ class Storage(Protocol[_Path]):
         """
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
-        """Checks the directory of the arrays for links out of a checkpoint.
+        """Checks the directory, or database, of the arrays for links that lead out.
 
         Does not check the directories of single arrays: see `check_array`. One listing
-        serves all arrays that are read before the directory changes.
-
-        Args:
-            root: The directory of the arrays, or of the database of arrays.
-            checkpoint: The directory that must contain the target of every link.
-
-        Returns:
-            The size of the database, or of the few files directly in `root`.
+        serves all arrays that are read before the directory changes. Returns the size
+        of the database, or of the few files directly in `root`.
 
         Raises:
             ValueError: A link leads out of `checkpoint`.
@@ -130,10 +118,7 @@ class Storage(Protocol[_Path]):
         """
 
     def check_array(self, root: _Path, name: str, checkpoint: _Path, /) -> int:
-        """Checks the directory of an array for links out of a checkpoint.
-
-        Returns:
-            The size of all files in the directory.
+        """Checks the directory of an array for links that lead out; returns its size.
 
         Raises:
             ValueError: A link leads out of `checkpoint`.
@@ -141,11 +126,7 @@ class Storage(Protocol[_Path]):
         """
 
     def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
-        """Raises ValueError for a non-regular file, or a link out of the checkpoint.
-
-        Raises:
-            ValueError: The file is not regular, or a link leads out of `checkpoint`.
-        """
+        """Raises ValueError for a non-regular file, or a link out of the checkpoint."""
 
     def kvstore(self, directory: _Path, below: str, /) -> dict[str, JSON]:
         """Returns TensorStore's spec of the key-value store `below` in `directory`."""
@@ -181,11 +162,8 @@ class Storage(Protocol[_Path]):
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
         """Yields the content of a file in parts, each valid until the next.
 
-        Args:
-            file: The file.
-            within: Directory that must contain the target of a link.
-            size: The expected size, which saves a request; 0 for a file of unknown,
-                perhaps small, size.
+        `size` is the expected size, which saves a request; 0 for a file of unknown,
+        perhaps small, size.
 
         Raises:
             ValueError: The file is not regular, or is a link out of `within`.
@@ -252,25 +230,14 @@ class Storage(Protocol[_Path]):
     ) -> None:
         """Writes a file atomically: readers see the old content or the new.
 
-        If several processes write at a time, the last write counts.
-
-        Args:
-            file: The file.
-            content: The new content.
-            mode: The mode of directories from which the file's mode follows, see
-                `modes`; None for the umask's.
+        If several processes write at a time, the last write counts. The file's mode
+        follows from `mode`, of directories, see `modes`; None for the umask's.
         """
 
     def write_marker(
         self, file: _Path, content: bytes, /, *, mode: int | None = None
     ) -> WrittenMarker:
-        """Writes a file like `replace`; returns how to undo it.
-
-        Args:
-            file: The file.
-            content: The new content, which no other process writes.
-            mode: As for `replace`.
-        """
+        """Writes a file, of this process only, like `replace`; returns its undo."""
 
     def lock_file(
         self, file: _Path, checkpoint: _Path, /
@@ -297,9 +264,8 @@ class Storage(Protocol[_Path]):
     def sync_tree(self, root: _Path, /) -> int:
         """Syncs every file and directory under `root`, by any writer.
 
-        Returns:
-            The size in bytes of all files without other hard links. In an object store,
-            the bytes written since the checkpoint was begun.
+        Returns the bytes of all files without other hard links. In an object store, the
+        bytes written since the checkpoint was begun.
         """
 
     def remove_tree(self, path: _Path, /) -> None:
@@ -311,10 +277,6 @@ class Storage(Protocol[_Path]):
 
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
         """Writes new files below the existing directory `root`, which are synced later.
-
-        Args:
-            root: The directory.
-            contents: Relative path -> content.
 
         Raises:
             OSError: A file exists, or cannot be written.
@@ -356,18 +318,11 @@ class Storage(Protocol[_Path]):
         """Makes a directory with `files` durably, in a single step if possible.
 
         With several steps, the files appear in their order. The mode follows from the
-        parent's.
-
-        Returns:
-            False, without any change, if another process was first.
+        parent's. Returns False, without any change, if another process was first.
         """
 
     def withdraw_name(self, directory: _Path, aside: _Path, /) -> Path:
-        """Renames a directory to `aside` durably, in storage with renames.
-
-        Returns:
-            The present path of the directory.
-        """
+        """Renames a directory durably where possible; returns the present path."""
 
 
 LOCAL: Storage[Path] = LocalStorage()
@@ -381,12 +336,7 @@ def of(path: Path) -> Storage[Path]:
 
 
 class Stamp(NamedTuple):
-    """Identity of the file at a path, to detect later changes.
-
-    Attributes:
-        path: The path.
-        identity: Identity of the file and its content; None for a missing file.
-    """
+    """Identity of the file at a path, to detect later changes; None if missing."""
 
     path: Path
     identity: tuple[int, ...] | None

@@ -110,17 +110,7 @@ def use_threads() -> None:
 
 
 class Connection:
-    """Connection to a bucket.
-
-    Args:
-        scheme: `s3`, `gs` or `memory`.
-        bucket: Name of the bucket.
-        options: Options of the store.
-
-    Attributes:
-        url: `s3://bucket`.
-        options: As given.
-    """
+    """Connection to a bucket; `scheme` is `s3`, `gs` or `memory`."""
 
     def __init__(self, scheme: str, bucket: str, options: StoreOptions) -> None:
         self.url = f"{scheme}://{bucket}"
@@ -201,12 +191,9 @@ class Connection:
     def request(
         self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0
     ) -> _T:
-        """Makes a request with retries until a deadline.
+        """Makes the request `what`, started by `begin`, with retries until a deadline.
 
-        Args:
-            what: Description of the request.
-            begin: Starts the request; called for each attempt.
-            size: Bytes to transfer.
+        The deadline grows with `size`, the bytes to transfer.
 
         Raises:
             StoreError: The request failed, or exceeded its deadline.

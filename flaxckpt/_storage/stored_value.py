@@ -7,25 +7,16 @@ from typing import NamedTuple
 
 
 class StoredValue(NamedTuple):
-    """A value in a store.
-
-    Attributes:
-        value: The bytes.
-        generation: Changes with the value.
-    """
+    """A value in a store; `generation` changes with it."""
 
     value: bytes
     generation: bytes
 
 
 class WalkedEntry(NamedTuple):
-    """An entry below a directory.
+    """An entry below a directory, with its path there.
 
-    Attributes:
-        path: Its path in the directory, with `/`.
-        is_directory: True for a directory, or a link to one.
-        is_file: True for a regular file, or a link to one.
-        is_link: True for a symbolic link.
+    A link is both a link and what it leads to.
     """
 
     path: str

@@ -90,13 +90,9 @@ def unfinished_names(root: Path) -> list[str]:
 def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
     """Yields a new directory, to be renamed to `final` in the `with` block.
 
-    At the end, removes any directory with the temporary name: the unfinished directory,
-    or the directory that it replaced.
-
-    Args:
-        final: The name to come.
-        mode: The mode to come, see `modes`: until then, only this user opens the
-            directory. None for the umask's.
+    Only this user opens the directory until it gets `mode`, see `modes`, if any. At the
+    end, removes any directory with the temporary name: the unfinished directory, or the
+    directory that it replaced.
 
     Raises:
         OSError: The directory cannot be made.
@@ -122,12 +118,8 @@ def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
 def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
 
-    Args:
-        path: The directory.
-        patience_secs: How long to wait for another claim to end.
-
-    Yields:
-        True unless another process has claimed or removed the directory.
+    Waits up to `patience_secs` for another claim to end. Yields True unless another
+    process has claimed or removed the directory.
 
     Raises:
         OSError: `path` is not a directory, or cannot be opened.
@@ -235,11 +227,7 @@ def discard(path: Path) -> None:
 
 
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes abandoned temporary directories under `root`.
-
-    Args:
-        root: A directory.
-        is_ours: Returns True for names of checkpoints.
+    """Removes abandoned temporary directories of the names that `is_ours` knows.
 
     Raises:
         OSError: A directory could not be removed.

@@ -48,14 +48,7 @@ class Committed(NamedTuple):
 
 
 class Transaction(abc.ABC):
-    """A new checkpoint, which does not exist for others until `commit`.
-
-    Args:
-        directory: The directory for its files.
-
-    Attributes:
-        directory: As given.
-    """
+    """A new checkpoint, which does not exist for others until `commit`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -67,14 +60,9 @@ class Transaction(abc.ABC):
     def copy(
         self, source: Path, is_wanted: Callable[[Path], bool] = lambda name: True
     ) -> bytes | None:
-        """Copies a checkpoint of this machine.
+        """Copies a checkpoint of this machine, or the files that `is_wanted` selects.
 
-        Args:
-            source: The checkpoint.
-            is_wanted: Selects files by their path in the checkpoint.
-
-        Returns:
-            The content of its commit marker, which is not copied; None without one.
+        Returns the content of its commit marker, which is not copied; None without one.
         """
         marker = source / MARKER
         found = [
@@ -96,9 +84,8 @@ class Transaction(abc.ABC):
     ) -> Committed:
         """Commits the checkpoint durably.
 
-        Args:
-            marker: The content of the commit marker, the last file; None for none.
-            before: Called at the last moment; an error prevents the commit.
+        Writes `marker` as the last file, if given. Calls `before` at the last moment;
+        an error prevents the commit.
 
         Raises:
             CheckpointExistsError: Another process has written the checkpoint.
@@ -232,15 +219,11 @@ def lists_committed(path: Path, names: Collection[str]) -> bool:
 def delete(path: Path, check: Callable[[Path], object]) -> None:
     """Deletes a checkpoint: first the name or marker, durably, then the files.
 
-    Files that cannot be removed are left to a later sweep.
-
-    Args:
-        path: The checkpoint.
-        check: Called with the present path before and after the name or marker is gone;
-            raises SaveFailedError to keep the checkpoint.
+    Files that cannot be removed are left to a later sweep. Calls `check` with the
+    present path before and after the name or marker is gone.
 
     Raises:
-        SaveFailedError: The checkpoint is being read, or `check` keeps it.
+        SaveFailedError: The checkpoint is being read, or `check` raises it to keep it.
         OSError: The checkpoint still has its name, or may regain it in a crash.
     """
     if paths.is_remote(path):
@@ -316,11 +299,7 @@ def _check_unread(path: Path, now: Path) -> None:
 
 
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes leftovers of crashes in `root`, but nothing in use.
-
-    Args:
-        root: The directory.
-        is_ours: Returns True for names of checkpoints.
+    """Removes leftovers of crashes that `is_ours` knows by name, but nothing in use.
 
     Raises:
         OSError: A leftover could not be removed.
