@@ -25,13 +25,7 @@ def of_run(
     rules: Callable[[], judge.Rules],
     path_of: Callable[[int], Path],
 ) -> str:
-    """Returns an HTML card of the current steps of a run; never raises.
-
-    Args:
-        run: The run.
-        rules: Returns the rules of retention.
-        path_of: Returns the path of a step.
-    """
+    """Returns an HTML card of the current steps of a run; never raises."""
     try:
         with _storage.paths.listing_cache(run.directory):
             return _card(run, rules, path_of)

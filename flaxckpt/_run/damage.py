@@ -21,11 +21,6 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     A step whose state can be read gets no marker: its metrics may be damaged. Reads a
     damaged step once more: a disk or a network may fail for a moment.
 
-    Args:
-        path: The step.
-        report: A report on the step.
-        events: The events of the run.
-
     Raises:
         SaveFailedError: The marker cannot be written or removed.
     """

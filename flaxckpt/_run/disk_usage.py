@@ -48,15 +48,7 @@ class Subtree(NamedTuple):
 def subtrees(
     leaves: Mapping[LeafPath, LeafInfo], *, below: LeafPath = ""
 ) -> list[Subtree]:
-    """Returns a container and its descendants, parents before children.
-
-    Args:
-        leaves: The leaves of a checkpoint, in any order.
-        below: The path of the container; by default the root.
-
-    Returns:
-        The subtrees; empty if the container does not exist.
-    """
+    """Returns the container `below` and its descendants, parents before children."""
     # By keys: the path of the root is also that of its child with an empty key.
     inner: dict[_Keys, list[str]] = {}
     counts: dict[_Keys, list[int]] = {(): [0, 0]}
@@ -89,13 +81,10 @@ _Keys: TypeAlias = tuple[str, ...]
 
 
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
-    """Returns the subtrees to print.
+    """Returns the subtrees to print, of the result of `subtrees`.
 
-    Args:
-        trees: The result of `subtrees`.
-        depth: Maximal depth below the first. None for the largest depth within `rows`;
-            if that shows too few, one level more, cut off after `rows`.
-        rows: Maximal number of subtrees for `depth=None`.
+    `depth` counts below the first. None for the largest depth within `rows`; if that
+    shows too few, one level more, cut off after `rows`.
     """
     depths = [tree.depth - trees[0].depth for tree in trees]
     is_cut = depth is None
@@ -175,11 +164,9 @@ def _find_near(
 
 
 class Usage(NamedTuple):
-    """Disk usage of a checkpoint.
+    """Bytes of a checkpoint: of its files, and of those that were not counted before.
 
-    Attributes:
-        bytes: Size of its files; hard links to a file count once.
-        own: Size of the files not counted before.
+    Hard links to a file count once.
     """
 
     bytes: int
@@ -190,11 +177,9 @@ FileId = tuple[int, int]
 
 
 def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
-    """Returns the size of the files at `path`; None in object stores.
+    """Returns the size of the files at `path`, without links; None in object stores.
 
-    Args:
-        path: A directory or a file. Symbolic links are not followed.
-        counted: Files already counted; the files at `path` are added.
+    Adds them to the files already `counted`.
     """
     if _storage.paths.is_remote(path):
         return None

@@ -26,15 +26,9 @@ def add_metrics(
 ) -> dict[str, float]:
     """Adds metrics to the step `path`; locks the file against other processes.
 
-    Args:
-        path: The step.
-        metrics: The metrics to add.
-        step: The number of the step; None if its name is in another format.
-        over_damage: Whether `metrics` are all that the step has, and replace what is
-            damaged there.
-
-    Returns:
-        The added metrics, with nested names joined by `/`.
+    `step` is None if its name is in another format. With `over_damage`, `metrics` are
+    all that the step has, and replace what is damaged there. Returns the added metrics,
+    with nested names joined by `/`.
     """
     added = run_metrics.as_metrics(metrics)
     with (

@@ -62,11 +62,8 @@ class Stream:
     ) -> None:
         """Records an event, on any thread; never raises.
 
-        Args:
-            kind: The kind of the event.
-            step: The step of the checkpoint.
-            path: The checkpoint; by default the run directory.
-            **details: JSON values; other values are converted to text.
+        The path is by default the run directory's. Converts `details` that are no JSON
+        to text.
         """
         self._add(kind, step, path, details, in_journal_only=False)
 
@@ -100,10 +97,7 @@ class Stream:
         return True
 
     def subscribe(self, sink: Sink) -> bool:
-        """Adds a sink for all later events, unless already added.
-
-        Returns:
-            True if the sink is new.
+        """Adds a sink for all later events; returns True unless already added.
 
         Raises:
             OptionError: `sink` is not a sink.
@@ -122,12 +116,9 @@ class Stream:
     def deliver(self, step: int | None = None) -> None:
         """Delivers pending events to the sinks, on the thread of the caller.
 
-        Exceptions of sinks are logged, once per sink.
-
-        Args:
-            step: The current step of the caller, used as the step of scalars: some
-                loggers drop scalars of earlier steps. By default the step of the event,
-                or the last step of the caller if later.
+        Exceptions of sinks are logged, once per sink. `step` is the current step of the
+        caller, used as the step of scalars: some loggers drop scalars of earlier steps.
+        By default the step of the event, or the last step of the caller if later.
         """
         if step is not None:
             self._caller_step = step
@@ -170,10 +161,6 @@ class Stream:
 
 class _Receiver:
     """Sends events to a sink, and logs the first exception of the sink.
-
-    Attributes:
-        sink: The sink.
-        failures: Number of exceptions of the sink.
 
     Raises:
         OptionError: `sink` is not a sink.

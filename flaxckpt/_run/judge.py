@@ -162,9 +162,6 @@ class Judge:
     """Decides which steps of a directory stay; changes nothing.
 
     Remembers the steps that were whole, and what it has warned of.
-
-    Args:
-        rules: Rules of retention.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -176,12 +173,7 @@ class Judge:
     def explain(
         self, steps: Mapping[int, run_index.RunStep], rules: Rules | None = None
     ) -> Explained:
-        """Returns why each step stays, and what is known about its damage.
-
-        Args:
-            steps: The steps of a directory.
-            rules: Rules of retention; by default those of this object.
-        """
+        """Returns why each step stays (by its own rules by default), and damage."""
         rules = rules or self._rules
         listed = {n: step for n, step in steps.items() if not step.is_marked}
         judged = self.judge(listed, rules=rules)
@@ -326,14 +318,8 @@ class Judge:
         """Returns the steps of `unseen` to look at before the deletions of `choice`.
 
         A step that was whole is looked at again if less would be deleted without it:
-        to look again at hundreds of kept steps would take longer than a save.
-
-        Args:
-            unseen: The steps that stay, not looked at for this decision.
-            steps: All steps.
-            choice: The decision.
-            absent: The steps that did not count.
-            choose: Decides without some steps.
+        to look again at hundreds of kept steps would take longer than a save. `choose`
+        decides without some steps; those of `absent` did not count.
         """
         if not choice.deleted:
             return set()
@@ -350,10 +336,7 @@ class Judge:
     ) -> str | None:
         """Returns what the files of a step lack; remembers steps that are whole.
 
-        Args:
-            number: The step.
-            step: The same, as seen by policies.
-            anew: Whether to compare also unchanged files of a step that was whole.
+        Compares unchanged files of a step that was whole only if `anew`.
         """
         files = self._whole.get(step.path)
         if not anew and files is not None and files.are_unchanged(step.path):

@@ -15,14 +15,7 @@ _PARAMS_ONLY = "params_only"
 
 
 class ParamsOnly:
-    """The directory of states saved without their optimizer.
-
-    Each state is named like its step.
-
-    Args:
-        directory: The run directory.
-        step_format: Format of the names of steps.
-    """
+    """The directory of states without their optimizer, each named like its step."""
 
     def __init__(self, directory: Path, step_format: _steps.names.StepFormat) -> None:
         self._directory = directory / _PARAMS_ONLY

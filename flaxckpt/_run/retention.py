@@ -30,7 +30,6 @@ class _Decision(NamedTuple):
     """A decision of retention.
 
     Attributes:
-        steps: All steps.
         damage: Steps that policies would keep -> what their files lack.
         doomed: The steps to delete.
         items: The items to delete from steps that stay: step and item.
@@ -57,15 +56,7 @@ class _Decision(NamedTuple):
 class Retention:
     """Deletes the steps and items of a directory that its rules do not keep.
 
-    Args:
-        directory: The run directory or the staging directory.
-        step_format: Format of the names of steps.
-        rules: Rules of retention.
-
-    Attributes:
-        rules: Rules of retention.
-        index: The steps in the directory.
-        judge: Decides which steps stay.
+    The directory is a run's or a staging directory.
     """
 
     def __init__(
@@ -81,11 +72,9 @@ class Retention:
     # ---- decisions ----------------------------------------------------------
 
     def would_keep(self, step: int, coming: Retention) -> bool:
-        """Returns True if a step of another directory would stay here.
+        """Returns True if a step of the directory `coming` would stay here.
 
-        Args:
-            step: A step of `coming`.
-            coming: The other directory; its pending uploads count as steps here.
+        The pending uploads of `coming` count as steps here.
         """
         steps = self.index.listed()
         steps |= {s: f for s, f in coming.index.listed().items() if f.markers.waiting}
@@ -94,10 +83,7 @@ class Retention:
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
-        Steps without reasons are to be deleted.
-
-        Args:
-            rules: Rules of retention; by default those of this object.
+        Steps without reasons are to be deleted. By default by the rules of this object.
         """
         return self.judge.explain(self.index.read(), rules).reasons
 
@@ -117,7 +103,7 @@ class Retention:
         just_saved: int | None = None,
         is_awaited: Callable[[], bool] = lambda: False,
     ) -> tuple[int, ...]:
-        """Deletes the steps and items that no policy keeps.
+        """Deletes the steps and items that no policy keeps; returns the deleted steps.
 
         Before the first deletion, checks that the files of the step just saved are
         complete; without such a step, verifies every byte of the newest step. Failed
@@ -128,9 +114,6 @@ class Retention:
                 logs the error and deletes nothing.
             is_awaited: Returns True while a caller waits for the save. Deletions then
                 stop after 2 s, and the rest is left for the next time.
-
-        Returns:
-            The deleted steps.
 
         Raises:
             SaveFailedError: The checked step is incomplete or damaged.

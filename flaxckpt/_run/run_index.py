@@ -23,16 +23,10 @@ _Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
 class RunStep:
     """A present or former step, as it was listed; its files are read on demand.
 
-    Policies read its `step`, `metrics`, `created` and `temporary`.
-
-    Args:
-        entry: The directory or file of the step.
-        values: The metrics and times of steps, from their files.
-        elsewhere: The metrics of the step that were measured elsewhere.
+    Policies read its `step`, `metrics`, `created` and `temporary`. Metrics `elsewhere`
+    were measured outside of its files.
 
     Attributes:
-        step: The number of the step.
-        path: The directory or file of the step.
         is_marked: True for a step with the marker of damage, which lists leave out.
         is_doubtful: True if a policy asked for metrics that could not be read.
         stamps: The files that policies have read, as they were then.
@@ -117,9 +111,7 @@ class RunStep:
 class _Values:
     """The metrics and times of steps, until their files change.
 
-    Args:
-        number: Returns the number of a step, which its metrics must be of; None for
-            any.
+    `number` returns the step that metrics must be of; None for any.
     """
 
     def __init__(self, number: _steps.names.Number) -> None:
@@ -144,10 +136,7 @@ def _read_created(path: Path) -> float:
 class RunIndex:
     """Lists the steps of a directory; remembers their metrics and times.
 
-    Args:
-        directory: The run directory or the staging directory.
-        step_format: Format of the names of steps.
-        metrics_from: Returns metrics of steps measured elsewhere; None for none.
+    `metrics_from` returns metrics of steps measured elsewhere; None for none.
     """
 
     def __init__(
@@ -225,10 +214,7 @@ class RunIndex:
 def read(directory: Path, step_format: str | None = None) -> dict[int, RunStep]:
     """Returns the steps and former steps of a run of any program, ascending.
 
-    Args:
-        directory: The run directory.
-        step_format: Format of the names of steps; by default the usual names, or those
-            that the journal of the run has.
+    The names are by default the usual ones, or those that the run's journal has.
 
     Raises:
         CheckpointFormatError: Two checkpoints are the same step.

@@ -34,13 +34,8 @@ class RunSteps:
         saves_in: The directory where steps are saved; None for `directory`.
 
     Attributes:
-        directory: The run directory.
-        saves_in: The directory where steps are saved.
-        format: Format of the names of steps.
         rules: Rules of retention in the run directory.
         retention: Retention in `saves_in`.
-        events: The events of the run.
-        mode: Mode of new directories; None for the umask's.
         has_staging: True if steps are saved to a staging directory first.
         is_in_parts: True if each of several processes has a staging directory.
         part_tier: The parts of steps in the staging directories; None without.
@@ -195,10 +190,7 @@ class RunSteps:
         return paths[step]
 
     def candidates(self, step: int | None) -> list[tuple[int, Path]]:
-        """Returns the steps to try in a restore, best first.
-
-        Args:
-            step: The step to restore; None for all steps, newest first.
+        """Returns the steps to try in a restore: `step`, or all if None, newest first.
 
         Raises:
             CheckpointNotFoundError: The run has no steps, or not this step.
@@ -293,12 +285,7 @@ class RunSteps:
 
     @contextlib.contextmanager
     def step_change(self, step: int, *removed: str) -> Iterator[Path]:
-        """Yields the path of a step, for changes in the `with` block.
-
-        Args:
-            step: The step to change.
-            *removed: Markers that the block removes.
-        """
+        """Yields the path of a step, which the block changes; it removes markers."""
         yield self.path(step)
 
     def change(
@@ -306,8 +293,7 @@ class RunSteps:
     ) -> Path | None:
         """Calls `act` with the path of a step, in the processes that change it.
 
-        Returns:
-            The path; None in a process that leaves the change to others.
+        Returns the path; None in a process that leaves the change to others.
         """
         if not self.changes_steps:
             return None
@@ -360,13 +346,10 @@ class RunSteps:
         return deleted
 
     def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
-        """Deletes parts of steps that process 0 has deleted; logs failures.
+        """Deletes parts of the steps that process 0 has just deleted; logs failures.
 
-        Also of those that it lacks, unless they are pinned or still to be uploaded.
-
-        Args:
-            deleted: The steps that process 0 has just deleted.
-            left: The steps that it has.
+        Also of those that it lacks (are not `left`), unless they are pinned or still to
+        be uploaded.
         """
         for step, path in self.retention.index.paths().items():
             is_kept = _steps.markers.is_pinned(
@@ -382,10 +365,7 @@ class RunSteps:
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons for keeping each step, oldest first.
 
-        Steps without reasons are to be deleted.
-
-        Args:
-            rules: Rules for the run directory; by default those of this object.
+        Steps without reasons are to be deleted. By default by the rules of this object.
         """
         return self.retention.explain(rules)
 

@@ -18,13 +18,7 @@ _MAX_READ_BYTES = 64 * 2**20
 
 
 class StepSamples(NamedTuple):
-    """Statistics of the leaves of a step.
-
-    Attributes:
-        step: The step.
-        time: When the step was saved, in seconds since 1970.
-        leaves: Leaf path -> statistics.
-    """
+    """Statistics of the leaves of a step, saved `time` seconds after 1970."""
 
     step: int
     time: float
@@ -34,11 +28,7 @@ class StepSamples(NamedTuple):
 def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
     """Appends a line with the statistics of a step.
 
-    Args:
-        root: The run directory.
-        samples: The statistics.
-        mode: Mode of directories, from which the mode of the file follows; None for the
-            umask's.
+    The mode of the file follows from `mode`, of directories; None for the umask's.
 
     Raises:
         OSError: The line cannot be written.

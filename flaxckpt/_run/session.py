@@ -44,9 +44,6 @@ class Session:
     """The parts of a `Checkpointer`, for its training loop.
 
     Attributes:
-        run: The steps of the run.
-        saves: The saves of the run.
-        restores: The restores of the run.
         processes: The processes that train together.
         read_only: True to forbid writes and deletions.
         trainers: The loops called when the checkpointer closes.
@@ -86,9 +83,7 @@ class Session:
 
         Every later step records the source in its lineage. With `optimizer="reinit"`,
         the step counter beside the optimizer also keeps its value in `abstract_state`.
-
-        Returns:
-            The state and its step: 0, unless the optimizer of the source continues.
+        Returns the state and its step: 0, unless the optimizer of the source continues.
 
         Raises:
             OptionError: The step counters disagree.

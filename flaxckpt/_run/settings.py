@@ -40,11 +40,7 @@ _KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnknownPolicy(PreservationPolicy):
-    """A policy that only the program of the run can evaluate; may keep every step.
-
-    Attributes:
-        text: The policy as text.
-    """
+    """A policy that only the program of the run can evaluate; may keep every step."""
 
     text: str
 
@@ -75,11 +71,6 @@ class RunSettings(NamedTuple):
 
 class Recorder:
     """Records the settings of a run before its first save, and when they change.
-
-    Args:
-        stream: The events of the run.
-        rules: Rules of retention.
-        step_format: Template of the names of steps.
 
     Attributes:
         callback: Arguments of the `CheckpointCallback`.
@@ -139,10 +130,9 @@ def _describe(policy: PreservationPolicy) -> str:
 def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
     """Returns the last recorded settings of a run directory, or None.
 
-    Args:
-        root: The run directory. A staging directory has no settings of its own.
-        names: Step -> its name, for each step. Programs with other names of steps may
-            use the same directory; their settings do not count.
+    A staging directory has no settings of its own. `names` has the name of each step:
+    programs with other names of steps may use the same directory; their settings do not
+    count.
     """
     if (root / _steps.names.STAGING_OWNER).is_file():
         return None
@@ -150,12 +140,7 @@ def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
 
 
 def read_rules(root: Path, paths: Mapping[int, Path]) -> judge.Rules | None:
-    """Returns the last recorded rules of a run directory, or None.
-
-    Args:
-        root: The run directory.
-        paths: Step -> its path, for each step.
-    """
+    """Returns the last recorded rules of a run directory with these steps, or None."""
     recorded = read(root, {step: path.name for step, path in paths.items()})
     return None if recorded is None else recorded.rules
 
@@ -163,12 +148,7 @@ def read_rules(root: Path, paths: Mapping[int, Path]) -> judge.Rules | None:
 def last(
     journal: Sequence[Event], names: Mapping[int, str] = MappingProxyType({})
 ) -> RunSettings | None:
-    """Returns the last settings in a journal, or None.
-
-    Args:
-        journal: The events, in order.
-        names: As for `read`.
-    """
+    """Returns the last settings in a journal, or None; `names` as for `read`."""
     for event in reversed(journal):
         if event.kind != "configured" or not _has_format(event, names):
             continue

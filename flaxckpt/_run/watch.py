@@ -18,13 +18,10 @@ def new_steps(
     timeout_secs: float | None,
     poll_secs: float,
 ) -> Iterator[int]:
-    """Yields each step once; see `Checkpointer.new_steps`.
+    """Yields each step once, of those that `listed` returns, oldest first.
 
-    Args:
-        listed: Returns the committed steps, oldest first.
-        timeout_secs: Seconds without a new step after which the iteration ends; None
-            never ends.
-        poll_secs: Seconds between two calls of `listed`.
+    Ends after `timeout_secs` without a new step; None never ends. Calls `listed` every
+    `poll_secs`. See `Checkpointer.new_steps`.
     """
     _util.arguments.check_timeout(timeout_secs)
     _util.arguments.check_not_negative("poll_secs", poll_secs)
