@@ -29,10 +29,8 @@ class Journal:
         """Continues the same work, or starts new work and removes pieces of other work.
 
         `directory` is for this journal only. Its parents are made with `mode`, if it is
-        to
-        be private meanwhile; None for the umask's. Raises CheckpointExistsError if
-        another
-        process uses the directory.
+        to be private meanwhile; None for the umask's. Raises CheckpointExistsError if
+        another process uses the directory.
         """
         self._directory = directory
         self.output = directory / "out"

@@ -33,13 +33,10 @@ class State:
 
     Attributes:
         table: The leaves, with the chunks to write.
-        structure: The containers.
         strings: Leaf path -> value of the string leaves.
         metadata: Metadata of the source, with the transforms of the conversion.
         step: Step of the new checkpoint; None for a single checkpoint.
         dataset: File name -> content, of a dataset iterator's state.
-        json: JSON item -> content.
-        items: The items with the arrays and the dataset.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.
         files: File name -> content, of further files in the directory.

@@ -391,11 +391,8 @@ def check_digest(
 ) -> None:
     """Compares a file with its recorded digest, if any.
 
-    Args:
-        path: The file.
-        recorded: The digest, or None.
-        content: Content of the file, if already read; a file of any size is read.
-        record: The file with the digest, if nothing proves that it is whole.
+    Reads a file of any size, unless given its `content`. `record` is the file with the
+    digest, if nothing proves that it is whole.
     """
     if recorded is None:
         return

@@ -34,8 +34,6 @@ class Contents:
     Attributes:
         manifest: The manifest, without what is known only when all files exist.
         strings: Leaf path -> value of the string leaves.
-        metrics: Metrics of the step.
-        custom: The user's metadata.
         dataset: File name -> content of the dataset iterator's state; empty if not
             saved.
         json: JSON item -> content.

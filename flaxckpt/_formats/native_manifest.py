@@ -35,14 +35,10 @@ class Manifest(NamedTuple):
     """The contents of a manifest.
 
     Attributes:
-        infos: The leaves, in order.
-        structure: The containers.
         encoding: Encoding of the chunks; None if not recorded.
-        items: The items with the arrays and the dataset.
         step: Step number; None for a checkpoint saved on its own.
         lineage: Checkpoints that the run started from.
         transforms: The transforms applied to the state, as text.
-        json: The names of the JSON items.
         has_metrics: Whether the step was saved with metrics and their digests.
         ocdbt: Whether the arrays are in OCDBT databases.
         digests: File name -> digest.

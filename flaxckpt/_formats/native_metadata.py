@@ -38,15 +38,8 @@ def checkpoint_metadata(
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint with the leaves `infos`.
 
-    Args:
-        path: The checkpoint.
-        format_name: Value of `CheckpointMetadata.format`.
-        step: Step number, or None.
-        infos: The leaves.
-        digests: File name -> recorded digest.
-        dataset: The item of the dataset; None without it.
-        names: The names of the entries in `path`, if already listed.
-        recorded_step: Step number at the save; None if not recorded.
+    `dataset` is the item of the dataset, if any; `names` are those in `path`, if
+    already listed; `recorded_step` is that of the save, if recorded.
     """
     file = path / CHECKPOINT
     names = _storage.of(path).names(path) if names is None else names

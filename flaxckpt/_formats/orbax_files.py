@@ -176,8 +176,6 @@ class TreeMetadata(NamedTuple):
     """The content of `_METADATA`.
 
     Attributes:
-        rows: The leaves and empty containers.
-        zarr_version: Version of the zarr format of the arrays.
         ocdbt: Whether the arrays are in a database; None if not recorded.
         strict: True if a missing chunk is damage; False if it stands for zeros.
     """

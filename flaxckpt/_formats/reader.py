@@ -94,7 +94,6 @@ class Stored:
     """A checkpoint opened by a reader, its arrays unread.
 
     Attributes:
-        metadata: The metadata of the checkpoint.
         table: Leaf path -> leaf that can be opened.
         structure: The containers, with their exact types if the format records them.
         unknown_types: Classes in `structure` that become plain dicts or lists.
@@ -102,7 +101,6 @@ class Stored:
         stamp: Stamp of the file that describes the checkpoint, to notice a
             replacement.
         recorded_step: Step number at the save; None if not recorded.
-        items: The items with the arrays and the dataset.
         left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
         warnings: Messages for the log of those who open the checkpoint to use it.

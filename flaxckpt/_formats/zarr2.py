@@ -42,16 +42,10 @@ _LEFT_TO_TENSORSTORE = ("zstd", "blosc")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Zarr2:
-    """An array described by a `.zarray`.
+    """An array described by a `.zarray`, in the directory `name` under `root`.
 
-    Attributes:
-        root: The directory of the checkpoint.
-        name: Name of the array's directory under `root`.
-        shape: In elements.
-        dtype: Stored element type, with its byte order.
-        chunk_shape: Shape of a chunk.
-        order: `C` or `F`, within a chunk.
-        codec: Compression of the chunks; None if not compressed.
+    Its `order`, of bytes within a chunk, is `C` or `F`; without a codec, chunks are not
+    compressed.
     """
 
     root: Path

@@ -201,7 +201,6 @@ class _Candidate(NamedTuple):
     """A target layout, and how well it fits a state.
 
     Attributes:
-        target: The layout.
         options: Further arguments of the family.
         matched: The number of parameters that it fills.
         mapped: The number of leaves that it makes of the checkpoint.

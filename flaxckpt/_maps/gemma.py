@@ -1,6 +1,6 @@
 """Gemma, the first version, and 2; and tables that Gemma 3 shares.
 
-Sources, besides those of `_decoder`:
+Sources, besides those of `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/gemma/modeling_flax_gemma.py
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/gemma2/modeling_gemma2.py
     https://github.com/google/tunix/blob/v0.1.7/tunix/models/gemma/model.py

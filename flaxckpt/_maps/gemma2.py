@@ -1,4 +1,4 @@
-"""Gemma 2; the sources are those of `_gemma` and `_decoder`."""
+"""Gemma 2; the sources are those of `gemma` and `decoder`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 3, its language model.
 
-Sources, besides those of `_gemma` and `_decoder`:
+Sources, besides those of `gemma` and `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/gemma3/modeling_gemma3.py
     https://github.com/google/tunix/blob/v0.1.7/tunix/models/gemma3/model.py
     https://github.com/jax-ml/bonsai/blob/3628425/bonsai/models/gemma3/modeling.py

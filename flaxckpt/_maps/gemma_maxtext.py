@@ -1,4 +1,4 @@
-"""Tables of MaxText that Gemma 2 and 3 share; the sources are those of `_decoder`."""
+"""Tables of MaxText that Gemma 2 and 3 share; the sources are those of `decoder`."""
 
 from __future__ import annotations
 

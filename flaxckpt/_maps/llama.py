@@ -1,4 +1,4 @@
-"""Llama 2 and 3; the sources are those of `_decoder`."""
+"""Llama 2 and 3; the sources are those of `decoder`."""
 
 from __future__ import annotations
 

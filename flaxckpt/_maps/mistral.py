@@ -1,6 +1,6 @@
 """Mistral.
 
-Sources, besides those of `_decoder`:
+Sources, besides those of `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/mistral/modeling_mistral.py
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/mistral/modeling_flax_mistral.py
     https://github.com/AI-Hypercomputer/maxtext/blob/e591f30/src/maxtext/checkpoint_conversion/standalone_scripts/llama_or_mistral_ckpt.py

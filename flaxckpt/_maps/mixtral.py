@@ -1,6 +1,6 @@
 """Mixtral.
 
-Sources, besides those of `_decoder`:
+Sources, besides those of `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/mixtral/modeling_mixtral.py
 """
 

@@ -25,13 +25,9 @@ def linear(
 ) -> tuple[Tensor, ...]:
     """Returns the rows of `Linear`, whose weight is the transposed kernel of `Dense`.
 
-    Args:
-        name: The name of the module in torch.
-        target: Its leaf path; by default that of the same name.
-        when: The condition under which there is such a module.
-        bias: Whether it has a bias, or the condition under which it has one.
-        optional: True if checkpoints may lack the module, or the condition under which
-            they may.
+    `target` is by default the leaf path of the same `name`. `bias` is whether it has
+    one, and `optional` whether checkpoints may lack the module, or the condition for
+    it.
     """
     rows = _kernel_and_bias(name, target, "o e -> e o", bias=bias)
     return under(when, [row._replace(optional=optional, module=name) for row in rows])

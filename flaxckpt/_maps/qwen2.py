@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5.
 
-Sources, besides those of `_decoder`:
+Sources, besides those of `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/qwen2/modeling_qwen2.py
     https://github.com/google/tunix/blob/v0.1.7/tunix/models/qwen2/model.py
 """

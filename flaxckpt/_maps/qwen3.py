@@ -1,6 +1,6 @@
 """Qwen 3, and its mixtures of experts.
 
-Sources, besides those of `_decoder`:
+Sources, besides those of `decoder`:
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/qwen3/modeling_qwen3.py
     https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/qwen3_moe/modeling_qwen3_moe.py
     https://github.com/google/tunix/blob/v0.1.7/tunix/models/qwen3/model.py

@@ -275,7 +275,6 @@ class Observation(NamedTuple):
     Attributes:
         scope: Components of the source's path, without the last.
         kind: What is alike in layers of one kind: the names of the arrays, their axes.
-        form: The form.
     """
 
     scope: tuple[str, ...]

@@ -36,8 +36,6 @@ class Link:
     """A pattern of the source that may fill a pattern of the target.
 
     Attributes:
-        source: The pattern of the source.
-        target: The pattern of the target.
         paired: The positions of the indices of both.
         groups: The leaves that belong together.
         forms: The forms that fit all shapes.

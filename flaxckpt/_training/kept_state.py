@@ -35,8 +35,7 @@ class KeptState:
     """The leaves of a state, any pytree or NNX objects, at the time of the report.
 
     The kept values of the step `before` have the variables of the same objects, which
-    are
-    reused. `fault` is the reason why the state cannot be kept, or an empty string.
+    are reused. `fault` is the reason why the state cannot be kept, or an empty string.
     """
 
     def __init__(self, state: PyTree, before: KeptState | None = None) -> None:

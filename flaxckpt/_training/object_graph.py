@@ -16,8 +16,7 @@ class _Slot(NamedTuple):
     """The place of an array outside of variables.
 
     The container is an NNX object, a list or a dictionary; the key is the attribute,
-    index
-    or key in it.
+    index or key in it.
     """
 
     container: Any

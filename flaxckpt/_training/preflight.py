@@ -55,8 +55,7 @@ def check(
 
     Returns the expected size and duration of saves; None after an error that is only
     logged. Raises SaveFailedError if the directory cannot be written to, or has not
-    enough
-    space; see also `Checkpointer.save`.
+    enough space; see also `Checkpointer.save`.
     """
     try:
         return _check(checkpointer, state, dataset, json)

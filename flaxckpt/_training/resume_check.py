@@ -35,8 +35,7 @@ def check(
 
     The first step gives the state to save: its types may differ from those of `state`.
     Raises ResumeMismatchError if the results differ, and RestoreMismatchError if the
-    saved
-    state does not fit `fresh`.
+    saved state does not fit `fresh`.
     """
     if not callable(step_fn):
         raise errors.OptionError(

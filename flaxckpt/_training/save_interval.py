@@ -53,9 +53,8 @@ class SaveInterval:
     cost the fraction `overhead` of the time of the loop. With the mean time between
     failures, `mtbf_secs`, the interval is also at least the one at which saves and
     repeated work cost least together, `sqrt(2 * cost * mtbf)`: J. W. Young, "A first
-    order
-    approximation to the optimum checkpoint interval", Communications of the ACM 17(9),
-    1974.
+    order approximation to the optimum checkpoint interval", Communications of the ACM
+    17(9), 1974.
     """
 
     def __init__(

@@ -28,10 +28,7 @@ _INTERRUPTED = b"\nflaxckpt: saving, then stopping; Ctrl-C again stops at once\n
 
 
 class Notice(NamedTuple):
-    """A request to end the program, by a signal or another source, and its time.
-
-    The time is that of the watch's clock.
-    """
+    """A request to end the program, by a signal or another source, and its time."""
 
     name: str
     at: float
@@ -112,8 +109,7 @@ class _Program(NamedTuple):
     """A running script, notebook cell or input to Python's prompt.
 
     `frame` is the `id` of the frame: a reference would keep its variables. The code
-    object
-    is different for each cell.
+    object is different for each cell.
     """
 
     frame: int
@@ -215,10 +211,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Grace:
-    """Time between a notice and the end of the program, if known.
-
-    `save_secs` is the duration of a save; None if unknown.
-    """
+    """Time between a notice and the end of the program, and of a save, if known."""
 
     def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
         if secs is not None:

@@ -36,8 +36,7 @@ def restore_or_init(
     """Returns the initial state of a loop, and the number of completed steps.
 
     See `CheckpointCallback.restore_or_init`; `options` are those for loading the
-    source,
-    of which `unused` also applies to a step.
+    source, of which `unused` also applies to a step.
     """
     _check_map(source_map, source)
     session = session_of(checkpointer)

@@ -40,8 +40,7 @@ def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     several objects (an NNX model and its optimizer), of each element. A single counter
     that agrees is enough: the networks of a GAN may be trained in turns. Waits for the
     training step that computes the counter. `offset` was added to the step that the
-    loop
-    passed: 1 for an index.
+    loop passed: 1 for an index.
     """
     counts = read_counters(state)
     if counts and completed not in counts.values():

@@ -25,8 +25,7 @@ class Triggers:
     """Decides after each step about a save: any trigger makes a save due.
 
     Those of steps fire when the loop reaches or passes a step, and those of time when
-    the
-    time since the last save has passed; `interval` chooses this time.
+    the time since the last save has passed; `interval` chooses this time.
     """
 
     def __init__(

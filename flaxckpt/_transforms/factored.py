@@ -55,13 +55,8 @@ def source(
 ) -> MirrorSource | None:
     """Returns the source of a mirror after a change of its parameter's axes, or None.
 
-    Args:
-        mirror: The mirror before, of another shape than its parameter.
-        shape: Of its parameter.
-        origins: For each axis of the new parameter, the axis of the old parameter, or
-            None for a new axis.
-        new_shape: Of the new parameter.
-        table: All leaves.
+    The `mirror` has another shape than its parameter, which had `shape`. `origins` are,
+    for each axis of the new parameter, the old axis, or None for a new axis.
     """
     info, role = mirror.info, mirror.info.role
     taken = [axis for axis in range(len(shape)) if axis not in origins]

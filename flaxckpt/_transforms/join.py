@@ -38,13 +38,9 @@ def _join(
 ) -> list[LeafRow]:
     """Returns the row of each new leaf.
 
-    Raises OptionError if parts are missing, or two parts have one number; lists all.
-
-    Args:
-        parts: For each part the path of the new leaf, its number and its own path.
-        numbers: Returns the required numbers of the parts of a new leaf.
-        fn: Maps the values of the parts, in order, to the new value.
-        what: The transform, for messages.
+    `parts` are the path of the new leaf, the number of the part and its path; `numbers`
+    returns those that a new leaf requires. Raises OptionError if parts are missing, or
+    two parts have one number; lists all.
     """
     wholes: dict[LeafPath, dict[int, LeafPath]] = {}
     faults = []

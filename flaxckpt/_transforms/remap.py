@@ -41,7 +41,6 @@ class Row(NamedTuple):
 
     Attributes:
         source: The name in the checkpoint, with indices in braces.
-        target: The name in the state.
         form: The axes of both, in einops notation; None if the values stay as they are.
         optional: True if the leaves may be missing.
     """
@@ -63,10 +62,6 @@ class _RemapRule:
     """A row, parsed.
 
     Attributes:
-        row: The row as written.
-        source: The name in the checkpoint.
-        target: The name in the state.
-        form: The form; None if the values stay.
         gathered: Indices of the source only, in the order of the form's axes.
         scattered: Indices of the target only, likewise.
     """
@@ -161,18 +156,12 @@ _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath
 
 @dataclasses.dataclass(frozen=True)
 class _Remap(TableTransform):
-    """Implements `remap` and `make_remap`.
+    """Implements `remap` and `make_remap`, whose arguments its fields are.
 
     Attributes:
-        rules: The rows.
-        sizes: The sizes of axes and indices.
-        rest: See `remap`.
-        ignored: See `remap`.
-        ignored_by_inverse: Likewise, for the inverse.
         within: The beginning of the paths of all leaves that need a row; None for the
             containers that all rows share.
         inverse_within: Likewise, for the inverse.
-        name: See `make_remap`.
     """
 
     rules: tuple[_RemapRule, ...]

@@ -93,8 +93,7 @@ class RowTransform(TableTransform):
         find: Writes the rows for a table.
         undo: Returns the inverse; None if there is none.
         undo_on_restore: Returns the inverse for a run's own saves, if another.
-        moves: See `apply_rows`.
-        ties: See `apply_rows`.
+        moves: See `apply_rows`, also for `ties`.
     """
 
     name: str

@@ -92,11 +92,7 @@ def verb(function: Callable[..., int]) -> click.Command:
 
 
 def command_line(**changed: object) -> str:
-    """Returns the running command with other parameters, quoted to paste in a shell.
-
-    Args:
-        **changed: Parameter of the verb -> its value; the others stay as they are.
-    """
+    """Returns the running command with parameters `changed`, quoted to paste."""
     context = click.get_current_context()
     given = {**context.params, **changed}
     words = ["flaxckpt", context.command.name or ""]

@@ -40,7 +40,6 @@ class TextColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: The heading.
         is_number: Whether cells are aligned to the right.
         is_whole: Whether cells never wrap, however narrow the terminal.
     """
@@ -120,9 +119,8 @@ def print_line(text: str = "") -> None:
 def wrap(text: str, indent: str = "") -> list[str]:
     """Returns the lines of a paragraph, broken between words on a terminal.
 
-    Args:
-        text: The paragraph; a word that is longer than a line stays whole.
-        indent: The start of each further line.
+    A word that is longer than a line stays whole. Each further line begins with
+    `indent`.
     """
     text = errors.printable(text)
     if not is_terminal():
@@ -162,9 +160,7 @@ def print_paragraph(text: str, indent: str = "") -> None:
 def print_command(purpose: str, command: str) -> None:
     """Prints a command to paste, which is never wrapped.
 
-    Args:
-        purpose: What the command is for; on a line before a command that is long.
-        command: The command.
+    The `purpose` is on a line before a command that is long.
     """
     line = f"{purpose}: {command}"
     if is_terminal() and len(line) > terminal_width():

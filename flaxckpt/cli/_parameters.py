@@ -73,9 +73,7 @@ def make_command(
 def as_words(parameter: click.Parameter, value: object) -> list[str]:
     """Returns the words of a command line that give a parameter its value.
 
-    Args:
-        parameter: The parameter, made by `make_command`.
-        value: The value; no words give None, or the default of the parameter.
+    No words give None, or the default of the parameter.
     """
     if value is None or value == parameter.default:
         return []

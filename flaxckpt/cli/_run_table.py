@@ -29,12 +29,7 @@ _MOST_DAMAGED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Best:
-    """The best step by a metric.
-
-    Attributes:
-        step: The step.
-        value: Its metric.
-    """
+    """The best step by a metric, and its `value`."""
 
     step: int
     value: float
@@ -46,7 +41,6 @@ class _Run:
 
     Attributes:
         name: The path relative to the directory.
-        path: The path.
         is_run: True for a run directory.
         steps: The number of steps, damaged ones among them; None of a checkpoint.
         newest: The newest undamaged step, or None.

@@ -28,13 +28,7 @@ _SAME_AS_MARKS = ("newest", "temporary", "pinned", "no policy", "being read by")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTable:
-    """A table of steps.
-
-    Attributes:
-        columns: The columns.
-        rows: The cells of each step.
-        left_out: The metrics without a column.
-    """
+    """A table of steps, a row for each; metrics `left_out` have no column."""
 
     columns: Sequence[TextColumn]
     rows: Sequence[Sequence[str | Cell]]
@@ -56,15 +50,10 @@ def _text(cell: str | Cell) -> str:
 
 
 def fit_table(listing: Listing, steps: Sequence[Step], width: int | None) -> StepTable:
-    """Returns the table with the most metrics that fits.
+    """Returns the table of `steps` with the most metrics that fits, None for no limit.
 
     Metrics that policies rank steps by come first. To fit more metrics, the table gives
     times without the year, then only the first mark of each step.
-
-    Args:
-        listing: The listing.
-        steps: Its steps in the order of the table.
-        width: The width in columns; None for no limit.
     """
     names = _order_metrics(listing, steps)
     metrics = [_metric_column(name, listing, steps) for name in names[:_MOST_METRICS]]
@@ -137,12 +126,7 @@ def _marks_column(listing: Listing, steps: Sequence[Step], *, has_all: bool) -> 
 
 
 def list_marks(step: Step, listing: Listing) -> list[str]:
-    """Returns the marks of a step, then other reasons to keep it, shortened.
-
-    Args:
-        step: The step.
-        listing: The listing with the step.
-    """
+    """Returns the marks of a step, then other reasons to keep it, shortened."""
     best = listing.best
     marks = [mark for mark in step.marks if mark != "best"]
     first_in = [metric for metric, number in best.items() if number == step.step]

@@ -99,10 +99,7 @@ def _describe_lost_best(
 ) -> list[str]:
     """Returns a line for each best step of which a better one is damaged or deleted.
 
-    Args:
-        view: The run.
-        explained: Its steps.
-        keep: The policies; by default those that the run has recorded.
+    The policies `keep` are by default those that the run has recorded.
     """
     from flaxckpt import _inspect, _steps
     from flaxckpt._inspect import best_step

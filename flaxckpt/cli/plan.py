@@ -159,12 +159,7 @@ def _plan_guess(stored: tuple[str, int | None], wanted: _Wanted, *, json: bool) 
 
 
 class _Remedy(NamedTuple):
-    """A command for another plan, or a call for the restore.
-
-    Attributes:
-        purpose: What it is for.
-        command: The command, or the call, to paste.
-    """
+    """A command for another plan, or a call for the restore, to paste."""
 
     purpose: str
     command: str
@@ -174,7 +169,6 @@ class _Wanted(NamedTuple):
     """The state to restore into, and the options of the restore.
 
     Attributes:
-        state: The state.
         optimizer: How to match optimizer leaves; None for the default.
         missing: How leaves that the checkpoint lacks are treated.
         unused: How leaves that the state lacks are treated.
@@ -194,13 +188,7 @@ class _Wanted(NamedTuple):
         *,
         is_guess: bool = False,
     ) -> _Planned:
-        """Returns the plan of a restore.
-
-        Args:
-            stored: The path, and the step.
-            changes: The transforms of the checkpoint.
-            is_guess: True if the transforms were guessed.
-        """
+        """Returns the plan for the path and step `stored`, after the `changes`."""
         from flaxckpt import _checkpoint, _inspect
 
         path, step = stored
@@ -270,7 +258,6 @@ class _Planned(NamedTuple):
     """A plan, and the known damage of the checkpoint.
 
     Attributes:
-        plan: The plan.
         damage: The damage, also of files that the restore would not read, or None.
         missing: How leaves that the checkpoint lacks are treated.
         by_path: True if optimizer leaves are matched by path, as the target has no
@@ -337,11 +324,7 @@ class _Planned(NamedTuple):
         return self.alternatives()
 
     def remedy(self, **others: object) -> _Remedy | None:
-        """Returns the command that the problems call for, or None.
-
-        Args:
-            **others: Other parameters of the command.
-        """
+        """Returns the command, with `others` changed, that the problems call for."""
         changed = {**others}
         effects = []
         if self.plan.renames:
@@ -435,11 +418,8 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
 def _show(planned: _Planned, call: _Remedy | None, source: _Remedy | None) -> None:
     """Prints the plan, and what has to be known for it.
 
-    Args:
-        planned: The plan.
-        call: The call of the restore, for a plan that succeeds.
-        source: The command that plans the source of a new run, if one may be meant:
-            the first advice if the plan fails.
+    For a plan that succeeds, the `call` of the restore. If it fails, the first advice
+    is the command that plans the `source` of a new run, if one may be meant.
     """
     restore_plan = dataclasses.replace(planned.plan, advice="")
     if _output.is_terminal():

@@ -101,12 +101,7 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def describe(report: Report, now: float) -> list[str]:
-    """Returns the lines on a run.
-
-    Args:
-        report: The data of the run.
-        now: The time, in seconds since 1970.
-    """
+    """Returns the lines on a run at the time `now`, in seconds since 1970."""
     from flaxckpt import _report
 
     verdict = _report.flight_recorder.judge(report)
@@ -187,7 +182,6 @@ class _ExpectedSave(NamedTuple):
     """The save that comes next, if a run goes on as before.
 
     Attributes:
-        step: The step.
         time: When it is due, in seconds since 1970.
         every_secs: The interval of the saves before.
         last: When the last save began.

@@ -79,7 +79,6 @@ class _Verified(NamedTuple):
     """The result of a verification.
 
     Attributes:
-        reports: The reports on steps.
         skipped: Steps without arrays -> the reason to skip them.
         others: The other steps of the run, which were not read.
     """

@@ -87,14 +87,8 @@ def make_stored(
 ) -> Stored:
     """Returns the checkpoint of a scanned tree.
 
-    Args:
-        path: The checkpoint.
-        file: The scanned file.
-        rows: The keys and the value of each leaf and empty container, as by `walk`.
-        format_name: Value of `CheckpointMetadata.format`.
-        step: Step number, or None.
-        stamp: Stamp of the file, from before the scan.
-        shards: Stamps of other files with arrays.
+    `rows` are as of `walk`; `stamp` is of the file, from before the scan, and `shards`
+    are of other files with arrays.
     """
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}

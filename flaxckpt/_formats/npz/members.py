@@ -67,7 +67,6 @@ class Member(NamedTuple):
         stored_bytes: Size of the content in the archive.
         nbytes: Size of the content, expanded.
         crc: CRC-32 of the content.
-        is_deflated: True if compressed.
     """
 
     name: str

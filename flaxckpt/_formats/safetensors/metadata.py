@@ -25,17 +25,11 @@ _VERSION = 1
 
 
 class Described(NamedTuple):
-    """The leaves and the metadata of a checkpoint.
+    """The leaves and the metadata of a checkpoint; `infos` are in the state's order.
 
     Attributes:
-        infos: The leaves, in the order of the state.
         names: Leaf path -> tensor name.
-        structure: The containers.
         strings: Leaf path -> value of the string leaves.
-        metrics: Metrics of the step.
-        custom: The user's metadata.
-        lineage: Checkpoints that the run started from.
-        transforms: The transforms applied to the state, as text.
         is_native: True for a checkpoint that flaxckpt wrote.
     """
 
