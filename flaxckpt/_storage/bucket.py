@@ -143,22 +143,19 @@ class Bucket:
             stored = self.read(key)
         return stored and stored.value
 
-    def pieces(
-        self, key: str, size: int, *, start: int = 0, stop: int | None = None
-    ) -> Iterator[bytes]:
-        """Yields a value, or a range of it, part by part; nothing if missing.
+    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+        """Yields a value part by part; nothing if missing.
 
-        `size` is the expected size of the range; the actual size may differ.
+        `size` is the expected size; the actual size may differ.
 
         Raises:
             StoreError: The value was replaced during the read, or the store is
                 unreachable.
         """
         generation: bytes | None = None
-        end = start + size
-        for begin in itertools.count(start, _PART_BYTES):
-            is_last = begin + _PART_BYTES >= end
-            part = self._span(key, begin, stop if is_last else begin + _PART_BYTES)
+        for begin in itertools.count(0, _PART_BYTES):
+            is_last = begin + _PART_BYTES >= size
+            part = self._span(key, begin, None if is_last else begin + _PART_BYTES)
             if part is None and generation is None:
                 return
             if part is None or generation not in (None, part.generation):

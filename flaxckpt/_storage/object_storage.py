@@ -16,18 +16,18 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import (
-    commit_marker,
-)
+from flaxckpt._storage import commit_marker, paths
 from flaxckpt._storage import files as storage_files
 from flaxckpt._storage.paths import RemotePath
 from flaxckpt._storage.stored_value import StoredValue, WalkedEntry, WrittenMarker
 from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _APPEND_TRIES = 20
 _WRITING_THREADS = 8  # of small files
@@ -120,7 +120,11 @@ class ObjectStorage:
     def stream(
         self, file: RemotePath, within: RemotePath, size: int, /
     ) -> Iterator[memoryview]:
-        return map(memoryview, file.pieces(size))
+        piece = None
+        for piece in file.store.pieces(file.key, size):
+            yield memoryview(piece)
+        if piece is None:
+            raise paths.missing_error(file)
 
     def read_small(
         self, file: RemotePath, max_bytes: int, within: RemotePath, /
@@ -131,7 +135,7 @@ class ObjectStorage:
         return file.store.part(file.key, offset, offset + size) or b""
 
     def read_end(self, file: RemotePath, size: int, /) -> bytes:
-        return file.read_end(size)
+        return _found(file, file.store.end(file.key, size))
 
     def read_into(
         self,
@@ -145,7 +149,9 @@ class ObjectStorage:
         wanted = sum(view.nbytes for view in views)
         # A range that ends at the expected end is open, to notice a longer object.
         stop = None if offset + wanted == file_size else offset + wanted
-        size = file.read_into(views, start=offset, stop=stop)
+        size = _found(
+            file, file.store.read_into(file.key, views, start=offset, stop=stop)
+        )
         if size != wanted:
             raise ValueError(f"{file.name} has {size} bytes instead of {wanted}")
 
@@ -240,3 +246,10 @@ class ObjectStorage:
 
     def withdraw_name(self, directory: RemotePath, aside: RemotePath, /) -> RemotePath:
         return directory
+
+
+def _found(file: RemotePath, value: _T | None) -> _T:
+    """Returns what was read of an object; raises FileNotFoundError for None."""
+    if value is None:
+        raise paths.missing_error(file)
+    return value

@@ -159,7 +159,7 @@ class RemotePath(_Base):
             return StatResult(stat.S_IFREG, len(stored.value))
         if self.is_dir():
             return StatResult(stat.S_IFDIR, 0)
-        raise _missing(self)
+        raise missing_error(self)
 
     lstat = stat  # type: ignore[assignment]
 
@@ -173,48 +173,8 @@ class RemotePath(_Base):
         """
         stored = self.store.read(self.key)
         if stored is None:
-            raise _missing(self)
+            raise missing_error(self)
         return stored.value
-
-    def read_end(self, size: int) -> bytes:
-        """Returns the last bytes of the object; see `Bucket.end`.
-
-        Raises:
-            FileNotFoundError: The object is missing.
-        """
-        content = self.store.end(self.key, size)
-        if content is None:
-            raise _missing(self)
-        return content
-
-    def pieces(
-        self, size: int, *, start: int = 0, stop: int | None = None
-    ) -> Iterator[bytes]:
-        """Yields the content of the object part by part; see `Bucket.pieces`.
-
-        Raises:
-            FileNotFoundError: The object is missing.
-            StoreError: The object was replaced during the read, or the store is
-                unreachable.
-        """
-        piece = None
-        for piece in self.store.pieces(self.key, size, start=start, stop=stop):
-            yield piece
-        if piece is None:
-            raise _missing(self)
-
-    def read_into(
-        self, views: Sequence[memoryview], *, start: int, stop: int | None
-    ) -> int:
-        """Fills `views` with the object, or a range of it; see `Bucket.read_into`.
-
-        Raises:
-            FileNotFoundError: The object is missing.
-        """
-        size = self.store.read_into(self.key, views, start=start, stop=stop)
-        if size is None:
-            raise _missing(self)
-        return size
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
         """Returns the content of the object as text."""
@@ -247,7 +207,7 @@ class RemotePath(_Base):
             FileNotFoundError: The object is missing.
         """
         if not missing_ok and not self.is_file():
-            raise _missing(self)
+            raise missing_error(self)
         self.store.delete(self.key)
 
     def mkdir(
@@ -256,7 +216,8 @@ class RemotePath(_Base):
         """Does nothing: a directory exists with the first object inside."""
 
 
-def _missing(path: RemotePath) -> FileNotFoundError:
+def missing_error(path: RemotePath) -> FileNotFoundError:
+    """Returns the error for an object that does not exist."""
     return FileNotFoundError(errno.ENOENT, "no such object", str(path))
 
 
