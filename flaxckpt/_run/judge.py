@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -95,13 +96,11 @@ class _Choice(NamedTuple):
         reasons: Step -> the reasons of the policies to keep it.
         doomed: The steps to delete.
         items: The items to delete from steps that stay: step and item.
-        staying: The steps that stay.
     """
 
     reasons: dict[int, list[str]]
     doomed: list[int]
     items: list[tuple[int, str]]
-    staying: AbstractSet[int]
 
     @property
     def deleted(self) -> set[object]:
@@ -139,23 +138,16 @@ class Judged(NamedTuple):
     newest_damage: str
 
 
-class _Foreign:
-    """The files of others in steps, each looked for once."""
-
-    def __init__(self) -> None:
-        self._found: dict[Path, list[str]] = {}
-
-    def find(self, path: Path) -> list[str]:
-        if path not in self._found:
-            try:
-                self._found[path] = _checkpoint.overwrite.find_foreign(path)
-            except FileNotFoundError:  # deleted just now
-                self._found[path] = []
-            except errors.StoreError:
-                raise  # each further request would wait for its deadline
-            except OSError as error:
-                self._found[path] = [f"unknown, as {errors.one_line(error)}"]
-        return self._found[path]
+def _find_foreign(path: Path) -> list[str]:
+    """Returns the files of others in a step."""
+    try:
+        return _checkpoint.overwrite.find_foreign(path)
+    except FileNotFoundError:  # deleted just now
+        return []
+    except errors.StoreError:
+        raise  # each further request would wait for its deadline
+    except OSError as error:
+        return [f"unknown, as {errors.one_line(error)}"]
 
 
 class Judge:
@@ -233,7 +225,7 @@ class Judge:
             n: step.damage or "" for n, step in steps.items() if not step.is_counted
         }
         looked = set() if just_saved is None else {just_saved}
-        foreign = _Foreign()
+        find_foreign = functools.cache(_find_foreign)
 
         def choose(absent: AbstractSet[int]) -> _Choice:
             counted = {n: step for n, step in steps.items() if n not in absent}
@@ -241,11 +233,12 @@ class Judge:
             doomed = [n for n, why in reasons.items() if not why and n != just_saved]
             staying = {n: step for n, step in counted.items() if n not in doomed}
             items = self._items_to_delete(staying, rules, just_saved)
-            return _Choice(reasons, doomed, items, staying.keys())
+            return _Choice(reasons, doomed, items)
 
         while True:
             choice = choose(damage.keys())
-            reasons, doomed, items, staying = choice
+            reasons, doomed, items = choice
+            staying = reasons.keys() - doomed
             unseen = staying - looked
             if just_saved is not None:
                 unseen = self._select(unseen, steps, choice, damage.keys(), choose)
@@ -259,12 +252,12 @@ class Judge:
             if not any(lost.values()):
                 break
         for number in doomed:
-            if names := foreign.find(steps[number].path):
+            if names := find_foreign(steps[number].path):
                 reasons[number].append(f"files of others in it: {list_first(names)}")
                 self._warn_of_foreign(steps[number].path, names)
         kept_items = []
         for number, item in items:
-            names = _steps.delete.in_item(foreign.find(steps[number].path), item)
+            names = _steps.delete.in_item(find_foreign(steps[number].path), item)
             if names:
                 self._warn_of_foreign(steps[number].path / item, names)
                 what = describe_item(item).removeprefix("the ")
