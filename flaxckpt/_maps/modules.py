@@ -38,9 +38,9 @@ def conv(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
     return _kernel_and_bias(name, target, "o e y x -> y x e o")
 
 
-def conv1d(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
-    """Returns the rows of `Conv1d`; see `linear`."""
-    return _kernel_and_bias(name, target, "o e x -> x e o")
+def conv1d(name: str) -> tuple[Tensor, ...]:
+    """Returns the rows of `Conv1d`."""
+    return _kernel_and_bias(name, None, "o e x -> x e o")
 
 
 def to_heads(
@@ -56,38 +56,26 @@ def from_heads(name: str, target: LeafPath) -> tuple[Tensor, ...]:
     return _kernel_and_bias(name, target, "e (h d) -> h d e")
 
 
-def norm(
-    name: str,
-    target: LeafPath | None = None,
-    *,
-    when: str = "",
-    optional: bool = False,
-) -> tuple[Tensor, ...]:
+def norm(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
     """Returns the rows of `LayerNorm`; see `linear`."""
     target = target or name.replace(".", "/")
     return (
-        Tensor(f"{name}.weight", f"{target}/scale", None, when, optional),
-        Tensor(f"{name}.bias", f"{target}/bias", None, when, optional),
+        Tensor(f"{name}.weight", f"{target}/scale"),
+        Tensor(f"{name}.bias", f"{target}/bias"),
     )
 
 
-def embedding(
-    name: str, target: LeafPath | None = None, *, when: str = ""
-) -> tuple[Tensor, ...]:
-    """Returns the row of `Embedding`; see `linear`."""
-    target = target or name.replace(".", "/")
-    return (Tensor(f"{name}.weight", f"{target}/embedding", None, when),)
+def embedding(name: str) -> tuple[Tensor, ...]:
+    """Returns the row of `Embedding`."""
+    return (Tensor(f"{name}.weight", f"{name.replace('.', '/')}/embedding"),)
 
 
 def array(
-    name: str,
-    target: LeafPath | None = None,
-    *,
-    when: str = "",
-    optional: bool | str = False,
+    name: str, target: LeafPath | None = None, *, optional: bool | str = False
 ) -> tuple[Tensor, ...]:
     """Returns the row of an array that is the same in torch and Flax."""
-    return (Tensor(name, target or name.replace(".", "/"), None, when, optional),)
+    target = target or name.replace(".", "/")
+    return (Tensor(name, target, optional=optional),)
 
 
 def under(condition: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

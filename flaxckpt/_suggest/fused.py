@@ -34,11 +34,12 @@ def find_cuts(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Cu
     parts_of = {roles: Parts(roles, targets) for roles in names.PARTS}
     for fused in sources:
         role = next(filter(None, map(names.fused_roles, fused.meanings)), None)
-        for parts in parts_of[role[1]].near(fused.meanings) if role else ():
-            cut = _cut(fused, role[1], parts) if role else None
-            if cut is not None:
-                cuts.append(cut)
-                break
+        if role is None:
+            continue
+        found = parts_of[role[1]].near(fused.meanings)
+        cut = next(filter(None, (_cut(fused, role[1], each) for each in found)), None)
+        if cut is not None:
+            cuts.append(cut)
     return cuts
 
 

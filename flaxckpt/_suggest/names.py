@@ -112,16 +112,16 @@ _WEAK = frozenset(
 )
 """Words that say little about the place of a leaf."""
 
-_FUSED: Mapping[str, tuple[Words, ...]] = {
-    "qkv": (("q", "k", "v"),),
-    "kv": (("k", "v"),),
-    "gateup": (("gate", "in"),),
+_FUSED: Mapping[str, Words] = {
+    "qkv": ("q", "k", "v"),
+    "kv": ("k", "v"),
+    "gateup": ("gate", "in"),
 }
 
 FUSED = frozenset(_FUSED)
 """The concepts of fused leaves."""
 
-PARTS = frozenset(roles for [roles] in _FUSED.values())
+PARTS = frozenset(_FUSED.values())
 """The concepts of the parts of fused leaves, in order."""
 
 BUFFERS = re.compile(
@@ -133,10 +133,7 @@ BUFFERS = re.compile(
 
 def fused_roles(meaning: Meaning) -> tuple[str, Words] | None:
     """Returns the concept of a fused leaf, and the concepts of its parts, in order."""
-    for fused, [roles] in _FUSED.items():
-        if fused in meaning:
-            return fused, roles
-    return None
+    return next((row for row in _FUSED.items() if row[0] in meaning), None)
 
 
 def _table() -> dict[Words, tuple[Words, ...]]:

@@ -298,15 +298,9 @@ def is_terminal() -> bool:
 # ---- formatting -------------------------------------------------------------------
 
 
-def format_metrics(
-    values: Mapping[str, float], most: int | None = None, first: Sequence[str] = ()
-) -> str:
-    """Formats up to `most` metrics in one line, the names in `first` first."""
-    names = list(dict.fromkeys([*(n for n in first if n in values), *values]))
-    texts = [f"{name}={number(values[name], 4)}" for name in names[:most]]
-    if len(texts) < len(names):
-        texts.append(f"… {len(names) - len(texts)} more")
-    return ", ".join(texts)
+def format_metrics(values: Mapping[str, float]) -> str:
+    """Formats metrics in one line."""
+    return ", ".join(f"{name}={number(value, 4)}" for name, value in values.items())
 
 
 def format_spec(info: LeafInfo) -> str | None:
