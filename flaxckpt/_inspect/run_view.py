@@ -43,6 +43,13 @@ class RunView:
             return Rules(keep=policies.check(keep, "keep"))
         return _run.settings.read_rules(self.root, self.paths)
 
+    def rankings(
+        self, keep: Sequence[PreservationPolicy] | None = None
+    ) -> dict[str, policies.BestN]:
+        """Returns metric -> the policy of `rules` that ranks steps by it."""
+        rules = self.rules(keep) or Rules()
+        return {p.metric: p for p in rules.keep if isinstance(p, policies.BestN)}
+
     def explain(self, keep: Sequence[PreservationPolicy] | None = None) -> Explained:
         """Returns the reasons to keep each step, the known damage, and the best steps.
 

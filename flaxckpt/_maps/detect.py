@@ -291,10 +291,15 @@ def _parameters(state: PyTree) -> dict[LeafPath, Shape]:
     return {path: leaf.info.shape for path, leaf in leaves if leaf.info.kind == "array"}
 
 
+def source_options(family: Family, table: LeafTable) -> dict[str, str]:
+    """Returns the argument of a family for a checkpoint of the base model alone."""
+    has_base = any(path.startswith(f"{family.base}/") for path in table)
+    return {} if has_base or not family.base else {"source_base": ""}
+
+
 def _options(family: Family, table: LeafTable) -> Iterator[tuple[str, dict[str, str]]]:
     """Yields the target layouts, with and without the names of the base model."""
-    has_base = any(path.startswith(f"{family.base}/") for path in table)
-    source = {} if has_base or not family.base else {"source_base": ""}
+    source = source_options(family, table)
     for target in family.targets:
         yield target, source
         if family.target_bases.get(target):

@@ -62,11 +62,9 @@ def find_for_layout(
         raise errors.OptionError(
             f"maps.{family.name} needs a target: one of {', '.join(family.targets)}"
         )
-    base = f"{family.base}/"
     table = apply(detected.transforms, stored.table)
-    is_alone = family.base and not any(path.startswith(base) for path in table)
-    options = {"source_base": ""} if is_alone else {}
-    if is_alone and family.target_bases.get(target):
+    options = detect.source_options(family, table)
+    if options and family.target_bases.get(target):
         options["target_base"] = ""
     mapped = family(detected.config, target=target, prefix=prefix, **options)
     return [*detected.transforms, *mapped]

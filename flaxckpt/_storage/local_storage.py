@@ -73,8 +73,7 @@ class LocalStorage:
         except OSError:
             return None
 
-    def is_taken(self, path: Path, /) -> bool:
-        return os.path.lexists(path)
+    is_taken = exists
 
     def contents(
         self, directory: Path, select: Callable[[str], bool], /

@@ -121,10 +121,7 @@ def _find_ranking(view: RunView, step: StepName) -> BestN:
     """
     from flaxckpt.policies import BestN
 
-    rules = view.rules()
-    recorded = (
-        {p.metric: p for p in rules.keep if isinstance(p, BestN)} if rules else {}
-    )
+    recorded = view.rankings()
     metric = step.partition(":")[2]
     name, _, mode = metric.rpartition(":")
     if name and mode in _MODES:

@@ -103,10 +103,8 @@ def _describe_lost_best(
     """
     from flaxckpt import _inspect, _steps
     from flaxckpt._inspect import best_step
-    from flaxckpt.policies import BestN
 
-    rules = view.rules(keep)
-    ranked = {p.metric: p for p in rules.keep if isinstance(p, BestN)} if rules else {}
+    ranked = view.rankings(keep)
     if not ranked:
         return []
     events = _steps.journal.read(view.root / _steps.journal.NAME)
