@@ -90,7 +90,12 @@ def _recognisers(path: Path) -> Mapping[str, Callable[[Path], str | None]]:
 
 
 class Detected(NamedTuple):
-    """A recognised checkpoint format, and the evidence, such as a file name."""
+    """A recognised checkpoint format.
+
+    Attributes:
+        format: Name of the format, such as `orbax`.
+        why: The evidence, such as a file name.
+    """
 
     format: str
     why: str
@@ -154,6 +159,9 @@ def recognises(path: Path) -> bool:
 
 def detect(path: PathLike) -> Detected:
     """Returns the format of the checkpoint `path`, and the evidence for it.
+
+    Args:
+        path: A checkpoint, as a directory or a file.
 
     Raises:
         CheckpointNotFoundError: The path does not exist, or is not committed yet.

@@ -33,11 +33,8 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     With a single tree of arrays, that tree is the state. With several, the state is a
     dict of trees: a damaged tree does not prevent reading the others. JSON items are in
     the metadata; without any tree, the state is a dict of them. Items of other kinds
-    are left out with a warning.
-
-    Raises:
-        DamagedCheckpointError: No item can be read.
-        FileNotFoundError: The checkpoint was deleted after its format was recognised.
+    are left out with a warning. Raises DamagedCheckpointError if no item can be read;
+    FileNotFoundError if the checkpoint was deleted after its format was recognised.
     """
     found = items.find_item(path)
     if found is None:  # deleted since it was recognised

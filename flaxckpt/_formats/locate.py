@@ -28,13 +28,11 @@ class Located(NamedTuple):
     def open(self, types: Sequence[type] = ()) -> Stored:
         """Reads everything but the arrays of the checkpoint.
 
-        `types` are classes of the caller that the checkpoint may name.
-
-        Raises:
-            CheckpointNotFoundError: The checkpoint was deleted since.
-            CheckpointFormatError: The checkpoint is of an unsupported kind.
-            DamagedCheckpointError: The checkpoint is not intact, was saved as another
-                step, or may not be read.
+        `types` are classes of the caller that the checkpoint may name. Raises
+        CheckpointNotFoundError if the checkpoint was deleted since;
+        CheckpointFormatError if the checkpoint is of an unsupported kind;
+        DamagedCheckpointError if the checkpoint is not intact, was saved as another
+        step, or may not be read.
         """
         stored = self.open_as_saved(types)
         check_step(self.path, self.step, stored)

@@ -19,10 +19,8 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     """Marks a step whose state is proved to be damaged; unmarks one that is good.
 
     A step whose state can be read gets no marker: its metrics may be damaged. Reads a
-    damaged step once more: a disk or a network may fail for a moment.
-
-    Raises:
-        SaveFailedError: The marker cannot be written or removed.
+    damaged step once more: a disk or a network may fail for a moment. Raises
+    SaveFailedError if the marker cannot be written or removed.
     """
     try:
         if _find_loss(report) is not None:

@@ -58,8 +58,7 @@ def write_run_metadata(
 ) -> None:
     """Replaces the run metadata in `directory`, with the mode of `directory`'s files.
 
-    Raises:
-        SaveFailedError: The metadata cannot be written.
+    Raises SaveFailedError if the metadata cannot be written.
     """
     try:
         _formats.native_metadata.write_run_metadata(directory, metadata, mode=mode)
@@ -86,12 +85,9 @@ def pin(path: Path) -> None:
 
 
 def _check_not_being_deleted(path: Path) -> None:
-    """Raises an error if a deletion of a step in a bucket was announced.
+    """Raises SaveFailedError if a deletion of a step in a bucket was announced.
 
     If its process has died, the request that removes the step may be on its way.
-
-    Raises:
-        SaveFailedError: A deletion was announced.
     """
     if not _storage.paths.is_remote(path):
         return  # a deletion renames the step first
@@ -126,11 +122,8 @@ def delete_item(path: Path, item: str) -> None:
     """Deletes an item of the step `path`, unless a reader holds a lease.
 
     A missing item is only recorded as deleted, so that it no longer counts as damage.
-
-    Raises:
-        CheckpointNotFoundError: The step has no such item.
-        OptionError: The step would have no item with arrays, or the item is of an
-            unknown kind.
+    Raises CheckpointNotFoundError if the step has no such item; OptionError if the step
+    would have no item with arrays, or the item is of an unknown kind.
     """
     stored = locate.read_stored(path, None)
     _check_deletable(path, item, stored)
@@ -174,8 +167,7 @@ def _check_deletable(path: Path, item: str, stored: Stored) -> None:
 def _change(path: Path, action: str) -> Iterator[None]:
     """Converts OSError and ValueError of the block to SaveFailedError.
 
-    Raises:
-        SaveFailedError: The step could not be changed.
+    Raises SaveFailedError if the step could not be changed.
     """
     try:
         yield

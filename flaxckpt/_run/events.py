@@ -99,8 +99,7 @@ class Stream:
     def subscribe(self, sink: Sink) -> bool:
         """Adds a sink for all later events; returns True unless already added.
 
-        Raises:
-            OptionError: `sink` is not a sink.
+        Raises OptionError if `sink` is not a sink.
         """
         receiver = _Receiver(sink)
         is_new = not any(_is_same(sink, known.sink) for known in self._sinks)
@@ -162,8 +161,7 @@ class Stream:
 class _Receiver:
     """Sends events to a sink, and logs the first exception of the sink.
 
-    Raises:
-        OptionError: `sink` is not a sink.
+    Raises OptionError if `sink` is not a sink.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -199,8 +197,7 @@ class _Receiver:
 def list_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
     """Returns the sinks as a tuple.
 
-    Raises:
-        OptionError: `sinks` is not a list, or an object cannot receive events.
+    Raises OptionError if `sinks` is not a list, or an object cannot receive events.
     """
     if not _util.arguments.is_list(sinks):
         raise errors.OptionError(

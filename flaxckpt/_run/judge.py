@@ -49,9 +49,8 @@ class Rules(NamedTuple):
     ) -> Rules:
         """Returns the rules for the options of these names.
 
-        Raises:
-            OptionError: An option has the wrong type, no item can have a name, or
-                policies for all items with arrays would leave steps without any.
+        Raises OptionError if an option has the wrong type, no item can have a name, or
+        policies for all items with arrays would leave steps without any.
         """
         if metrics_from is not None and not callable(metrics_from):
             raise errors.OptionError(
@@ -363,8 +362,7 @@ class Judge:
     def remember_whole(self, path: Path, step: int) -> None:
         """Checks the names and sizes of a step's files, and remembers that it is whole.
 
-        Raises:
-            DamagedCheckpointError: As of `file_sizes.check`.
+        Raises DamagedCheckpointError as of `file_sizes.check`.
         """
         self._whole[path] = _checkpoint.file_sizes.check(path, step)
 

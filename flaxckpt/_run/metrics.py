@@ -58,8 +58,7 @@ def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
 def parse_by_step(by_step: object) -> dict[int, dict[str, float]]:
     """Returns the result of `metrics_from` with int keys; accepts keys as text.
 
-    Raises:
-        OptionError: `by_step` is not step -> name -> number.
+    Raises OptionError if `by_step` is not step -> name -> number.
     """
     if not isinstance(by_step, Mapping):
         raise errors.OptionError(
@@ -81,9 +80,8 @@ def parse_by_step(by_step: object) -> dict[int, dict[str, float]]:
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Returns a flat dict of metrics, with nested names joined by `/`.
 
-    Raises:
-        OptionError: `metrics` is not a mapping, a metric is not a single number, two
-            metrics have the same name, or the JSON exceeds the limit of readers.
+    Raises OptionError if `metrics` is not a mapping, a metric is not a single number,
+    two metrics have the same name, or the JSON exceeds the limit of readers.
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(

@@ -24,8 +24,7 @@ class ParamsOnly:
     def path(self, step: int) -> Path:
         """Returns the path for the state of a step.
 
-        Raises:
-            SaveFailedError: The directory is a symbolic link.
+        Raises SaveFailedError if the directory is a symbolic link.
         """
         if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(

@@ -90,8 +90,7 @@ class Retention:
     def to_delete(self) -> _Decision:
         """Returns what `delete_unkept` would delete now.
 
-        Raises:
-            SaveFailedError: The newest step is damaged.
+        Raises SaveFailedError if the newest step is damaged.
         """
         return self._decide(None)
 

@@ -214,10 +214,8 @@ class RunIndex:
 def read(directory: Path, step_format: str | None = None) -> dict[int, RunStep]:
     """Returns the steps and former steps of a run of any program, ascending.
 
-    The names are by default the usual ones, or those that the run's journal has.
-
-    Raises:
-        CheckpointFormatError: Two checkpoints are the same step.
+    The names are by default the usual ones, or those that the run's journal has. Raises
+    CheckpointFormatError if two checkpoints are the same step.
     """
     number = locate.step_parser(step_format)
     with _storage.permissions.explain_errors(directory):

@@ -73,9 +73,8 @@ class RunSteps:
     def make_directory(self) -> None:
         """Makes the directory where steps are saved.
 
-        Raises:
-            OptionError: The directory, or a new step in it, is named like a file.
-            SaveFailedError: The directory cannot be made.
+        Raises OptionError if the directory, or a new step in it, is named like a file;
+        SaveFailedError if the directory cannot be made.
         """
         self._check_names()
         try:
@@ -173,9 +172,8 @@ class RunSteps:
     def path(self, step: int) -> Path:
         """Returns the path of a step, good or damaged.
 
-        Raises:
-            CheckpointNotFoundError: The step does not exist.
-            OptionError: `step` is not a valid step number.
+        Raises CheckpointNotFoundError if the step does not exist; OptionError if `step`
+        is not a valid step number.
         """
         step = _steps.names.check(step)
         paths = self.paths()
@@ -192,9 +190,8 @@ class RunSteps:
     def candidates(self, step: int | None) -> list[tuple[int, Path]]:
         """Returns the steps to try in a restore: `step`, or all if None, newest first.
 
-        Raises:
-            CheckpointNotFoundError: The run has no steps, or not this step.
-            DamagedCheckpointError: All steps are marked as damaged.
+        Raises CheckpointNotFoundError if the run has no steps, or not this step;
+        DamagedCheckpointError if all steps are marked as damaged.
         """
         if step is not None:
             step = _steps.names.check(step)
@@ -231,26 +228,15 @@ class RunSteps:
         return "directory"
 
     def check_free(self, step: int) -> None:
-        """Raises an error if a directory behind staging is known to have a step.
-
-        Raises:
-            CheckpointExistsError: The step exists.
-        """
+        """Raises CheckpointExistsError if a directory behind staging has a step."""
 
     def check_replaceable(self, step: int) -> None:
-        """Raises an error for foreign files in the copy of a step behind staging.
-
-        Raises:
-            CheckpointExistsError: The copy has files of others.
-        """
+        """Raises CheckpointExistsError for foreign files in the copy behind staging."""
 
     def check_no_checkpoint(self) -> None:
-        """Raises an error if the directory itself is a checkpoint.
+        """Raises OptionError if the directory itself is a checkpoint.
 
         Overwriting that checkpoint would delete the run.
-
-        Raises:
-            OptionError: The directory is a checkpoint.
         """
         if _formats.recognises(self.saves_in):
             raise errors.OptionError(
@@ -309,8 +295,7 @@ class RunSteps:
     def pin(self, step: int) -> None:
         """Keeps a step regardless of the policies.
 
-        Raises:
-            SaveFailedError: The marker could not be written.
+        Raises SaveFailedError if the marker could not be written.
         """
         self.change(step, edit.pin)
 
@@ -321,8 +306,7 @@ class RunSteps:
     def make_permanent(self, step: int) -> None:
         """Makes a temporary step permanent: only policies delete it.
 
-        Raises:
-            SaveFailedError: The marker could not be changed.
+        Raises SaveFailedError if the marker could not be changed.
         """
         self.change(step, edit.make_permanent, _steps.markers.TEMPORARY)
 
@@ -379,16 +363,14 @@ class RunSteps:
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the deleted steps.
 
-        Raises:
-            SaveFailedError: The newest step is damaged.
+        Raises SaveFailedError if the newest step is damaged.
         """
         return self.delete_unkept() if _util.job.is_first() else ()
 
     def delete(self, step: int) -> None:
         """Deletes a step and its copies.
 
-        Raises:
-            SaveFailedError: The step could not be deleted.
+        Raises SaveFailedError if the step could not be deleted.
         """
         step = _steps.names.check(step)
         path = self.path(step)

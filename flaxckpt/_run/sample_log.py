@@ -29,9 +29,7 @@ def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
     """Appends a line with the statistics of a step.
 
     The mode of the file follows from `mode`, of directories; None for the umask's.
-
-    Raises:
-        OSError: The line cannot be written.
+    Raises OSError if the line cannot be written.
     """
     row = {
         "step": samples.step,
@@ -80,8 +78,7 @@ def _parse(line: bytes) -> StepSamples | None:
 def _to_sample(fields: Any) -> _arrays.leaf_sample.LeafSample:
     """Returns the statistics in a line.
 
-    Raises:
-        ValueError, TypeError: The fields are others.
+    Raises ValueError or TypeError if the fields are others.
     """
     count, sampled, norm, mean, low, high, nonfinite, bins = fields
     return _arrays.leaf_sample.LeafSample(

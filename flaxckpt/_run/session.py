@@ -84,10 +84,8 @@ class Session:
         Every later step records the source in its lineage. With `optimizer="reinit"`,
         the step counter beside the optimizer also keeps its value in `abstract_state`.
         Returns the state and its step: 0, unless the optimizer of the source continues.
-
-        Raises:
-            OptionError: The step counters disagree.
-            CheckpointError: As for `flaxckpt.load`.
+        Raises OptionError if the step counters disagree; CheckpointError as for
+        `flaxckpt.load`.
         """
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
@@ -139,10 +137,7 @@ class Session:
         """Waits for the save in progress, and for saves begun by sinks meanwhile.
 
         A sink that begins a save at each event would go on forever: after 8 saves,
-        sinks are no longer called.
-
-        Raises:
-            CheckpointError: A save failed.
+        sinks are no longer called. Raises CheckpointError if a save failed.
         """
         for _ in range(_MOST_SAVES_BY_SINKS):
             self.saves.wait()

@@ -174,8 +174,7 @@ def _has_format(event: Event, names: Mapping[int, str]) -> bool:
 def _parse(event: Event) -> RunSettings:
     """Parses the settings in an event.
 
-    Raises:
-        OptionError, TypeError, ValueError: The event has no such settings.
+    Raises OptionError, TypeError or ValueError if the event has none.
     """
     details: Mapping[str, Any] = event.details
     if unknown := details.keys() ^ _KEYS:

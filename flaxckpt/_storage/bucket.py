@@ -146,11 +146,8 @@ class Bucket:
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
         """Yields a value part by part; nothing if missing.
 
-        `size` is the expected size; the actual size may differ.
-
-        Raises:
-            StoreError: The value was replaced during the read, or the store is
-                unreachable.
+        `size` is the expected size; the actual size may differ. Raises StoreError if
+        the value was replaced during the read, or the store is unreachable.
         """
         generation: bytes | None = None
         for begin in itertools.count(0, _PART_BYTES):

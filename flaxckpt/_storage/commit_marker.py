@@ -39,11 +39,8 @@ def locked(path: RemotePath, *, patient: bool = False) -> Iterator[locks.Lock]:
     """Holds the lock of a checkpoint in the `with` block; see `locks.lock`.
 
     A lock that was taken over is left to a sweep, unless its dead holder left a whole
-    checkpoint, or none.
-
-    Raises:
-        CheckpointExistsError: Another process holds the lock.
-        StoreError: The store is unreachable.
+    checkpoint, or none. Raises CheckpointExistsError if another process holds the lock;
+    StoreError if the store is unreachable.
     """
     with locks.lock(path, patient=patient) as lock:
         if lock.is_inherited:
@@ -81,9 +78,7 @@ def new_checkpoint(
 
     With `overwrite`, first removes the objects of an existing checkpoint whose names
     `keep` does not select. Removes all objects at the end if there is no commit marker.
-
-    Raises:
-        CheckpointExistsError: The checkpoint exists, or another process writes it.
+    Raises CheckpointExistsError if the checkpoint exists, or another process writes it.
     """
     with locked(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
@@ -141,9 +136,8 @@ def _clear(lock: locks.Lock) -> None:
 def commit(final: RemotePath, marker: bytes) -> int:
     """Commits the checkpoint written in `new_checkpoint`; returns the bytes written.
 
-    Raises:
-        CheckpointExistsError: Another process took over the lock.
-        StoreError: The result of the commit is unknown.
+    Raises CheckpointExistsError if another process took over the lock; StoreError if
+    the result of the commit is unknown.
     """
     lock = _locks[final]
     lock.confirm()
@@ -179,11 +173,9 @@ def write_new(path: RemotePath, content: bytes, lock: locks.Lock | None = None) 
     """Writes a new object, by default under the lock that this process holds around it.
 
     Replaces an existing object, which is a late write of an abandoned attempt. Later
-    writes of abandoned attempts find the new object, and the store refuses them.
-
-    Raises:
-        CheckpointExistsError: Another process writes the checkpoint, or has taken over
-            the lock.
+    writes of abandoned attempts find the new object, and the store refuses them. Raises
+    CheckpointExistsError if another process writes the checkpoint, or has taken over
+    the lock.
     """
     store, key = path.store, path.key
     lock = lock or _lock_around(path)
@@ -216,8 +208,7 @@ def _lock_around(path: RemotePath) -> locks.Lock | None:
 def withdraw(lock: locks.Lock) -> bytes | None:
     """Removes the commit marker and returns the content for `restore`.
 
-    Raises:
-        CheckpointExistsError: Another process has taken over the lock.
+    Raises CheckpointExistsError if another process has taken over the lock.
     """
     store, key = lock.path.store, (lock.path / MARKER).key
     marker = store.read(key)
@@ -231,8 +222,7 @@ def withdraw(lock: locks.Lock) -> bytes | None:
 def restore(lock: locks.Lock, marker: bytes | None) -> None:
     """Restores the commit marker.
 
-    Raises:
-        CheckpointExistsError: Another process has taken over the lock.
+    Raises CheckpointExistsError if another process has taken over the lock.
     """
     lock.confirm()
     if marker is not None:
@@ -273,8 +263,7 @@ def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
     """Removes uncommitted checkpoints without a live writer, if `is_ours` has the name.
 
-    Raises:
-        StoreError: The store is unreachable.
+    Raises StoreError if the store is unreachable.
     """
     for name, is_directory in root.names().items():
         if is_directory or not name.endswith(locks.LOCK):

@@ -31,9 +31,8 @@ _TEMPORARY = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
     """Returns the descriptor of a regular file, open for reading.
 
-    Raises:
-        ValueError: The file is not regular, or is a link out of `within`.
-        OSError: The file cannot be opened.
+    Raises ValueError if the file is not regular, or is a link out of `within`; OSError
+    if the file cannot be opened.
     """
     flags = _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
     try:
@@ -98,10 +97,8 @@ def check_file(path: Path, checkpoint: Path) -> None:
 def _checked_size(directory: str, checkpoint: Path, *, deep: bool) -> int:
     """Returns the size of the files in a directory, or also below if `deep`.
 
-    Follows links to directories, too: these may contain links that lead out.
-
-    Raises:
-        ValueError: A link leads out, or an entry is neither file nor directory.
+    Follows links to directories, too: these may contain links that lead out. Raises
+    ValueError if a link leads out, or an entry is neither file nor directory.
     """
     size = 0
     seen: set[tuple[int, int]] = set()
@@ -170,10 +167,7 @@ def make_parents(root: Path, file: PurePath | str) -> None:
     """Makes the directories of `file` below `root`.
 
     Does not make `root`: if another process has removed it, files written before are
-    missing.
-
-    Raises:
-        FileNotFoundError: `root` does not exist.
+    missing. Raises FileNotFoundError if `root` does not exist.
     """
     for parent in reversed(PurePath(file).parents[:-1]):
         (root / parent).mkdir(exist_ok=True)
@@ -182,8 +176,7 @@ def make_parents(root: Path, file: PurePath | str) -> None:
 def remove_tree(path: Path) -> None:
     """Removes an existing directory and everything inside.
 
-    Raises:
-        OSError: The path is a link or a file, which are never followed or removed.
+    Raises OSError if the path is a link or a file, which are never followed or removed.
     """
     try:
         mode = path.lstat().st_mode
@@ -221,12 +214,10 @@ def digest(content: bytes) -> str:
 
 
 def check_digest(name: object, digest: str | None, recorded: object) -> None:
-    """Compares the digest of a file with the recorded digest, which is not trusted.
+    """Raises ValueError if the digest of a file differs from the recorded one.
 
-    `digest` is None for a file that is missing or too large.
-
-    Raises:
-        ValueError: The digests differ; `name` tells the file.
+    `name` is the file, for the message; `digest` is None if it is missing or too large;
+    `recorded` is not trusted.
     """
     if digest != recorded:
         pair = str(recorded) or "none", digest or "none"

@@ -184,8 +184,7 @@ def _is_recent(file: RemotePath) -> bool:
 def sweep(directory: RemotePath) -> None:
     """Removes the expired files of readers and deletions.
 
-    Raises:
-        StoreError: The store is unreachable.
+    Raises StoreError if the store is unreachable.
     """
     for name, is_directory in directory.names().items():
         is_lease = name == DELETING or name.startswith(READING)
@@ -231,8 +230,7 @@ def _names(path: Path, prefix: str) -> list[str]:
 def is_being_deleted(path: Path) -> bool:
     """Returns True if the checkpoint `path` was, or will soon be, deleted.
 
-    Raises:
-        DamagedCheckpointError: The checkpoint is inaccessible.
+    Raises DamagedCheckpointError if the checkpoint is inaccessible.
     """
     with permissions.explain_errors(path):
         # The name last: a deletion that was not announced before has seen the lease.
@@ -243,9 +241,8 @@ def is_being_deleted(path: Path) -> bool:
 def deletion(path: Path) -> Iterator[None]:
     """Announces the deletion of a checkpoint, or of a part, in the `with` block.
 
-    Raises:
-        SaveFailedError: The checkpoint is being read.
-        OSError: The deletion cannot be announced.
+    Raises SaveFailedError if the checkpoint is being read; OSError if the deletion
+    cannot be announced.
     """
     file = path / DELETING
     try:

@@ -19,8 +19,7 @@ def files_below(directory: Path) -> list[str]:
 def all_files(path: Path) -> Iterator[Path]:
     """Yields each file at or below `path`.
 
-    Raises:
-        OSError: A directory cannot be listed.
+    Raises OSError if a directory cannot be listed.
     """
     if path.is_file():
         yield path

@@ -123,10 +123,8 @@ class Lock:
     def check(self) -> None:
         """Renews the lock if its last renewal is old, for example after a pause.
 
-        Call it before each request that would harm the work of another holder.
-
-        Raises:
-            CheckpointExistsError: Another process has taken over the lock.
+        Call it before each request that would harm the work of another holder. Raises
+        CheckpointExistsError if another process has taken over the lock.
         """
         for _ in range(_FRESH_TRIES):  # the pause may come during a renewal, too
             age = time.monotonic() - self._holder.beat
@@ -137,8 +135,7 @@ class Lock:
     def confirm(self) -> None:
         """Renews the lock, or raises if lost.
 
-        Raises:
-            CheckpointExistsError: Another process has taken over the lock.
+        Raises CheckpointExistsError if another process has taken over the lock.
         """
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
@@ -202,11 +199,8 @@ def _key(path: RemotePath) -> str:
 def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     """Holds the lock of a checkpoint, which need not exist, in the `with` block.
 
-    If `patient`, waits up to a minute for another holder.
-
-    Raises:
-        CheckpointExistsError: Another process holds the lock.
-        StoreError: The store is unreachable.
+    If `patient`, waits up to a minute for another holder. Raises CheckpointExistsError
+    if another process holds the lock; StoreError if the store is unreachable.
     """
     lock = _acquire(path, patient=patient)
     try:
@@ -363,8 +357,7 @@ _seen: dict[str, tuple[bytes, float]] = {}
 def take_over(path: RemotePath) -> Lock | None:
     """Takes over the lock of a checkpoint from a dead holder; None if not possible.
 
-    Raises:
-        StoreError: The store is unreachable.
+    Raises StoreError if the store is unreachable.
     """
     store, key = path.store, _key(path)
     begin = time.monotonic()

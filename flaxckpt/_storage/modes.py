@@ -26,9 +26,8 @@ _ALL = 0o777
 def check(permissions: object, path: Path | None = None) -> int | None:
     """Returns the mode that a user asks for at `path`; None for the umask's.
 
-    Raises:
-        OptionError: The mode is no mode, its owner could not use the checkpoint, or
-            `path` is in an object store.
+    Raises OptionError if the mode is no mode, its owner could not use the checkpoint,
+    or `path` is in an object store.
     """
     if permissions is None:
         return None
@@ -64,8 +63,7 @@ def of_file(mode: int) -> int:
 def of_directory(directory: Path) -> int | None:
     """Returns the mode for files that are added to a directory; None in a store.
 
-    Raises:
-        FileNotFoundError: The directory is missing.
+    Raises FileNotFoundError if the directory is missing.
     """
     if isinstance(directory, RemotePath):
         return None
@@ -80,8 +78,7 @@ def set_on_file(file: Path | int, mode: int) -> None:
 def set_on_directory(directory: Path, mode: int) -> None:
     """Sets the mode of a directory; keeps the bit that hands the group on.
 
-    Raises:
-        OSError: The file system does not store the mode.
+    Raises OSError if the file system does not store the mode.
     """
     status = directory.stat()
     _set(directory, status, mode | stat.S_IMODE(status.st_mode) & ~_ALL)
@@ -97,8 +94,7 @@ def set_on_directory(directory: Path, mode: int) -> None:
 def set_below(root: Path, mode: int) -> None:
     """Sets the mode of `root` and everything inside; of `root` last.
 
-    Raises:
-        OSError: A mode cannot be set.
+    Raises OSError if a mode cannot be set.
     """
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:

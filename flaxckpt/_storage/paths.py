@@ -151,8 +151,7 @@ class RemotePath(_Base):
     def stat(self) -> StatResult:  # type: ignore[override]
         """Returns type and size; reads the whole object for the size.
 
-        Raises:
-            FileNotFoundError: Neither an object nor keys below exist.
+        Raises FileNotFoundError if neither an object nor keys below exist.
         """
         stored = self.store.read(self.key)
         if stored is not None:
@@ -168,8 +167,7 @@ class RemotePath(_Base):
     def read_bytes(self) -> bytes:
         """Returns the content of the object.
 
-        Raises:
-            FileNotFoundError: The object is missing.
+        Raises FileNotFoundError if the object is missing.
         """
         stored = self.store.read(self.key)
         if stored is None:
@@ -203,8 +201,7 @@ class RemotePath(_Base):
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object.
 
-        Raises:
-            FileNotFoundError: The object is missing.
+        Raises FileNotFoundError if the object is missing.
         """
         if not missing_ok and not self.is_file():
             raise missing_error(self)
@@ -249,8 +246,7 @@ def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
     """Returns the result of a TensorStore read; in stores, before a deadline.
 
-    Raises:
-        StoreError: The store exceeded the deadline.
+    Raises StoreError if the store exceeded the deadline.
     """
     if is_remote(path):
         return path.store.connection.wait(f"read {path}", future, size)
@@ -267,10 +263,8 @@ def from_text(text: str) -> Path:
 def parse(url: str) -> Path:
     """Converts the URL of an object store to a path.
 
-    Typed as a local path, because it has the methods that are used here.
-
-    Raises:
-        OptionError: The URL is invalid or names no bucket.
+    Typed as a local path, because it has the methods that are used here. Raises
+    OptionError if the URL is invalid or names no bucket.
     """
     try:
         url.encode()

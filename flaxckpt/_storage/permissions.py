@@ -11,12 +11,10 @@ from flaxckpt import errors
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Converts system errors while reading `path` to checkpoint errors.
+    """Converts system errors while reading `path` to DamagedCheckpointError.
 
     Leaves FileNotFoundError to the caller, because its meaning depends on the file.
-
-    Raises:
-        DamagedCheckpointError: A system error; `is_unread` tells it from damage.
+    `is_unread` tells these errors from damage.
     """
     try:
         yield
@@ -38,9 +36,8 @@ def explain_errors(path: Path) -> Iterator[None]:
 def reading(path: Path) -> Iterator[None]:
     """Converts system errors, including missing files, while reading a checkpoint.
 
-    Raises:
-        CheckpointNotFoundError: The checkpoint was deleted during the read.
-        DamagedCheckpointError: A file is missing or unreadable.
+    Raises CheckpointNotFoundError if the checkpoint was deleted during the read;
+    DamagedCheckpointError if a file is missing or unreadable.
     """
     with explain_errors(path):
         try:

@@ -52,8 +52,7 @@ class Storage(Protocol[_Path]):
     def names(self, directory: _Path, /) -> list[str]:
         """Returns the names in a directory.
 
-        Raises:
-            FileNotFoundError: The directory is missing.
+        Raises FileNotFoundError if the directory is missing.
         """
 
     def directories(self, directory: _Path, /) -> Iterator[str]:
@@ -73,10 +72,8 @@ class Storage(Protocol[_Path]):
     ) -> Mapping[str, Collection[str] | None]:
         """Maps each subdirectory whose name `select` accepts to the names inside.
 
-        None if the subdirectory cannot be read.
-
-        Raises:
-            FileNotFoundError: `directory` is missing.
+        None if the subdirectory cannot be read. Raises FileNotFoundError if `directory`
+        is missing.
         """
 
     def walk(
@@ -84,25 +81,20 @@ class Storage(Protocol[_Path]):
     ) -> Iterator[WalkedEntry]:
         """Yields each entry below `directory`, in order; does not follow links.
 
-        Leaves out unreadable directories unless `strict`.
-
-        Raises:
-            OSError: With `strict`, a directory cannot be listed.
+        Leaves out directories that cannot be listed, or raises OSError if `strict`.
         """
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
         """Returns the size of a file; None if unknown without reading the file.
 
-        Raises:
-            ValueError: The file is not regular, or is a link out of `within`.
-            OSError: The file cannot be opened.
+        Raises ValueError if the file is not regular, or is a link out of `within`;
+        OSError if the file cannot be opened.
         """
 
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
         """Returns numbers to detect changes of a file's content, and the size.
 
-        Raises:
-            OSError: The file is inaccessible.
+        Raises OSError if the file is inaccessible.
         """
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
@@ -110,19 +102,15 @@ class Storage(Protocol[_Path]):
 
         Does not check the directories of single arrays: see `check_array`. One listing
         serves all arrays that are read before the directory changes. Returns the size
-        of the database, or of the few files directly in `root`.
-
-        Raises:
-            ValueError: A link leads out of `checkpoint`.
-            OSError: The directory is missing.
+        of the database, or of the few files directly in `root`. Raises ValueError if a
+        link leads out of `checkpoint`; OSError if the directory is missing.
         """
 
     def check_array(self, root: _Path, name: str, checkpoint: _Path, /) -> int:
         """Checks the directory of an array for links that lead out; returns its size.
 
-        Raises:
-            ValueError: A link leads out of `checkpoint`.
-            OSError: The directory is missing.
+        Raises ValueError if a link leads out of `checkpoint`; OSError if the directory
+        is missing.
         """
 
     def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
@@ -136,9 +124,8 @@ class Storage(Protocol[_Path]):
     def read(self, file: _Path, /, *, max_bytes: int) -> bytes:
         """Returns the content of a file.
 
-        Raises:
-            FileNotFoundError: The file is missing.
-            DamagedCheckpointError: The file is larger than `max_bytes`, or not regular.
+        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
+        file is larger than `max_bytes`, or not regular.
         """
 
     def open_file(
@@ -146,52 +133,44 @@ class Storage(Protocol[_Path]):
     ) -> AbstractContextManager[io.BufferedReader]:
         """Opens a regular file for reading, `buffer_bytes` at a time.
 
-        Raises:
-            FileNotFoundError: The file is missing.
-            DamagedCheckpointError: The file is not regular.
+        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
+        file is not regular.
         """
 
     def digest_file(self, file: _Path, /, *, max_bytes: int) -> str | None:
         """Returns the checksum of a file; None for a file larger than `max_bytes`.
 
-        Raises:
-            FileNotFoundError: The file is missing.
-            DamagedCheckpointError: The file is not regular.
+        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
+        file is not regular.
         """
 
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
         """Yields the content of a file in parts, each valid until the next.
 
         `size` is the expected size, which saves a request; 0 for a file of unknown,
-        perhaps small, size.
-
-        Raises:
-            ValueError: The file is not regular, or is a link out of `within`.
-            OSError: The file cannot be read.
+        perhaps small, size. Raises ValueError if the file is not regular, or is a link
+        out of `within`; OSError if the file cannot be read.
         """
 
     def read_small(self, file: _Path, max_bytes: int, within: _Path, /) -> bytes:
         """Returns the content of a small file, at least the first `max_bytes`.
 
-        Raises:
-            ValueError: The file is not regular, or is a link out of `within`.
-            OSError: The file cannot be read.
+        Raises ValueError if the file is not regular, or is a link out of `within`;
+        OSError if the file cannot be read.
         """
 
     def read_range(self, file: _Path, offset: int, size: int, /) -> bytes:
         """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
 
-        Raises:
-            ValueError: The file is not regular.
-            OSError: The file cannot be read.
+        Raises ValueError if the file is not regular; OSError if the file cannot be
+        read.
         """
 
     def read_end(self, file: _Path, size: int, /) -> bytes:
         """Returns the last `size` bytes of a file, or all of a shorter one.
 
-        Raises:
-            ValueError: The file is not regular.
-            OSError: The file cannot be read.
+        Raises ValueError if the file is not regular; OSError if the file cannot be
+        read.
         """
 
     def read_into(
@@ -205,19 +184,16 @@ class Storage(Protocol[_Path]):
     ) -> None:
         """Fills `views` with the bytes from `offset` of a file of an array.
 
-        A store that is asked for a part of an object does not learn its size.
-
-        Raises:
-            ValueError: The file has another size than `file_size`, if given, ends too
-                early, or is a link out of the array's parent.
-            OSError: The file is missing, or cannot be read.
+        A store that is asked for a part of an object does not learn its size. Raises
+        ValueError if the file has another size than `file_size`, if given, ends too
+        early, or is a link out of the array's parent; OSError if the file is missing,
+        or cannot be read.
         """
 
     def last_lines(self, file: _Path, max_bytes: int, /) -> list[bytes]:
         """Returns the last lines of a file, as many as fit into `max_bytes`.
 
-        Raises:
-            OSError: The file cannot be read; FileNotFoundError for a missing file.
+        Raises OSError if the file cannot be read; FileNotFoundError for a missing file.
         """
 
     # ---- writing ------------------------------------------------------------------
@@ -245,17 +221,14 @@ class Storage(Protocol[_Path]):
         """Locks a file of a checkpoint against others during the `with` block.
 
         Does nothing on a file system without file locks. In an object store, locks the
-        checkpoint.
-
-        Raises:
-            OSError: The file cannot be opened; FileNotFoundError if it does not exist.
+        checkpoint. Raises OSError if the file cannot be opened; FileNotFoundError if it
+        does not exist.
         """
 
     def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:
         """Makes a directory and the missing parents durably, each with `mode`.
 
-        Raises:
-            OSError: A directory cannot be made, or its path is a file.
+        Raises OSError if a directory cannot be made, or its path is a file.
         """
 
     def sync_directory(self, path: _Path, /) -> None:
@@ -278,8 +251,7 @@ class Storage(Protocol[_Path]):
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
         """Writes new files below the existing directory `root`, which are synced later.
 
-        Raises:
-            OSError: A file exists, or cannot be written.
+        Raises OSError if a file exists, or cannot be written.
         """
 
     def copy_file(self, source: Path, target: _Path, /) -> None:
@@ -289,8 +261,7 @@ class Storage(Protocol[_Path]):
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
         """Writes a new file from `parts`; a small file becomes durable by a later sync.
 
-        Raises:
-            OSError: The file exists, or cannot be written.
+        Raises OSError if the file exists, or cannot be written.
         """
 
     def append_lines(
@@ -305,10 +276,7 @@ class Storage(Protocol[_Path]):
         """Appends whole lines; concurrent writers may append to the same file.
 
         Storage that has to rewrite the file drops the oldest lines beyond `max_bytes`.
-        The `mode` is as for `replace`.
-
-        Raises:
-            OSError: The lines cannot be written.
+        The `mode` is as for `replace`. Raises OSError if the lines cannot be written.
         """
 
     def sync_files(self, paths: Iterable[_Path], threads: int, /) -> None:

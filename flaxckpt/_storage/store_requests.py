@@ -91,11 +91,9 @@ _user: int | None = None
 def use_threads() -> None:
     """Records the use of TensorStore's threads by this process.
 
-    Call it before TensorStore opens, reads or writes anything except memory.
-
-    Raises:
-        ForkedError: The parent of this fork used TensorStore's threads: TensorStore
-            would abort the process.
+    Call it before TensorStore opens, reads or writes anything except memory. Raises
+    ForkedError if the parent of this fork used TensorStore's threads: TensorStore would
+    abort the process.
     """
     global _user
     if _user is None:
@@ -193,10 +191,8 @@ class Connection:
     ) -> _T:
         """Makes the request `what`, started by `begin`, with retries until a deadline.
 
-        The deadline grows with `size`, the bytes to transfer.
-
-        Raises:
-            StoreError: The request failed, or exceeded its deadline.
+        The deadline grows with `size`, the bytes to transfer. Raises StoreError if the
+        request failed, or exceeded its deadline.
         """
         self._use_threads()
         secs = self._timeout_secs(size)
@@ -232,9 +228,8 @@ class Connection:
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
         """Waits for a single attempt until a deadline.
 
-        Raises:
-            StoreError: The attempt exceeded its deadline, or the store was unreachable
-                (a `TransientError`). Other errors propagate.
+        Raises StoreError if the attempt exceeded its deadline, or the store was
+        unreachable (a `TransientError`). Other errors propagate.
         """
         self._use_threads()
         secs = self._timeout_secs(size)

@@ -92,10 +92,7 @@ def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
 
     Only this user opens the directory until it gets `mode`, see `modes`, if any. At the
     end, removes any directory with the temporary name: the unfinished directory, or the
-    directory that it replaced.
-
-    Raises:
-        OSError: The directory cannot be made.
+    directory that it replaced. Raises OSError if the directory cannot be made.
     """
     while True:
         path = new_path(final, WRITING)
@@ -119,10 +116,8 @@ def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
 
     Waits up to `patience_secs` for another claim to end. Yields True unless another
-    process has claimed or removed the directory.
-
-    Raises:
-        OSError: `path` is not a directory, or cannot be opened.
+    process has claimed or removed the directory. Raises OSError if `path` is not a
+    directory, or cannot be opened.
     """
     try:
         descriptor = os.open(path, _FLAGS)
@@ -150,10 +145,8 @@ def check_claim(path: Path) -> None:
     """Checks that a claimed directory still has its name.
 
     After a pause, another process may have swept it. TensorStore then makes a directory
-    anew, with what it still had to write.
-
-    Raises:
-        FileNotFoundError: Another process has removed the directory.
+    anew, with what it still had to write. Raises FileNotFoundError if another process
+    has removed the directory.
     """
     if (claimed := _claimed.get(path)) is None:
         return
@@ -229,8 +222,7 @@ def discard(path: Path) -> None:
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     """Removes abandoned temporary directories of the names that `is_ours` knows.
 
-    Raises:
-        OSError: A directory could not be removed.
+    Raises OSError if a directory could not be removed.
     """
     for path in [root / name for name in leftovers(files.directories(root), is_ours)]:
         with claim(path) as is_free:
@@ -293,8 +285,7 @@ def _remove_or_restore(path: Path) -> None:
 def sweep_files(directory: Path) -> None:
     """Removes temporary files and reader leases left by crashes.
 
-    Raises:
-        OSError: A file could not be removed.
+    Raises OSError if a file could not be removed.
     """
     try:
         names = os.listdir(directory)  # noqa: PTH208

@@ -85,11 +85,8 @@ class Transaction(abc.ABC):
         """Commits the checkpoint durably.
 
         Writes `marker` as the last file, if given. Calls `before` at the last moment;
-        an error prevents the commit.
-
-        Raises:
-            CheckpointExistsError: Another process has written the checkpoint.
-            OSError: The commit failed.
+        an error prevents the commit. Raises CheckpointExistsError if another process
+        has written the checkpoint; OSError if the commit failed.
         """
 
 
@@ -220,11 +217,9 @@ def delete(path: Path, check: Callable[[Path], object]) -> None:
     """Deletes a checkpoint: first the name or marker, durably, then the files.
 
     Files that cannot be removed are left to a later sweep. Calls `check` with the
-    present path before and after the name or marker is gone.
-
-    Raises:
-        SaveFailedError: The checkpoint is being read, or `check` raises it to keep it.
-        OSError: The checkpoint still has its name, or may regain it in a crash.
+    present path before and after the name or marker is gone. Raises SaveFailedError if
+    the checkpoint is being read, or `check` raises it to keep it; OSError if the
+    checkpoint still has its name, or may regain it in a crash.
     """
     if paths.is_remote(path):
         _delete_objects(path, check)
@@ -265,9 +260,8 @@ def _delete_objects(path: RemotePath, check: Callable[[Path], object]) -> None:
 def delete_part(path: Path, name: str, announce: Callable[[], object]) -> None:
     """Deletes the directory `name` of a checkpoint after calling `announce`.
 
-    Raises:
-        SaveFailedError: The checkpoint is being read; the next deletion goes on here.
-        OSError: The directory could not be deleted.
+    Raises OSError if the directory could not be deleted; SaveFailedError if the
+    checkpoint is being read: the next deletion goes on here.
     """
     if paths.is_remote(path):
         with commit_marker.locked(path), leases.deletion(path):
@@ -301,8 +295,7 @@ def _check_unread(path: Path, now: Path) -> None:
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
     """Removes leftovers of crashes that `is_ours` knows by name, but nothing in use.
 
-    Raises:
-        OSError: A leftover could not be removed.
+    Raises OSError if a leftover could not be removed.
     """
     if not paths.is_remote(root):
         temporary.sweep(root, is_ours)
@@ -316,8 +309,7 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
 def sweep_files(directory: Path) -> None:
     """Removes temporary files and reader leases left by crashes.
 
-    Raises:
-        OSError: A file could not be removed.
+    Raises OSError if a file could not be removed.
     """
     if paths.is_remote(directory):
         leases.sweep(directory)

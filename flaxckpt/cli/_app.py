@@ -201,8 +201,7 @@ class FirstMessages(logging.Filter):
 def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error.
 
-    Raises:
-        Exit: The block raised an error.
+    Raises Exit if the block raised an error.
     """
     try:
         yield

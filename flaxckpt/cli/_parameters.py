@@ -162,8 +162,7 @@ class _Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the arguments.
 
-        Raises:
-            UsageError: There are too many of them.
+        Raises UsageError if there are too many of them.
         """
         super().parse_args(ctx, args)
         if not ctx.args or ctx.resilient_parsing:

@@ -46,8 +46,7 @@ def parse_policies(
 ) -> tuple[PreservationPolicy, ...] | None:
     """Returns the policies of these options; None without any option.
 
-    Raises:
-        OptionError: An option is not a policy.
+    Raises OptionError if an option is not a policy.
     """
     rules = parse_rules(keep, config, group)
     return None if rules is None else rules.keep
@@ -58,8 +57,7 @@ def parse_rules(
 ) -> Rules | None:
     """Returns the rules of these options; None without any option.
 
-    Raises:
-        OptionError: An option is not a policy.
+    Raises OptionError if an option is not a policy.
     """
     if group is not None and config is None:
         raise errors.OptionError(

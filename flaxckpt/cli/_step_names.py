@@ -85,9 +85,8 @@ def resolve_all(command: click.Command, values: Mapping[str, Any]) -> dict[str, 
 def resolve(path: str, step: int | StepName, step_format: str | None) -> int:
     """Returns the number of a step of a run.
 
-    Raises:
-        OptionError: The path is a single checkpoint, or the best step is unknown.
-        CheckpointError: The path is not a run directory with a step.
+    Raises OptionError if the path is a single checkpoint, or the best step is unknown;
+    CheckpointError if the path is not a run directory with a step.
     """
     if not isinstance(step, StepName):
         return step

@@ -36,8 +36,7 @@ def parse(
 ) -> list[Transform]:
     """Returns the transforms of the options.
 
-    Raises:
-        OptionError: A pattern, or the text of an option, is invalid.
+    Raises OptionError if a pattern, or the text of an option, is invalid.
     """
     from flaxckpt._transforms import from_text
 

@@ -91,10 +91,9 @@ def report(
 def _destination(path: str, output: str | None) -> Path:
     """Returns the path of the page.
 
-    Raises:
-        OptionError: The path is inside a checkpoint, names another kind of file or an
-            existing one that is not an HTML page, or is in the run directory without
-            `output`.
+    Raises OptionError if the path is inside a checkpoint, names another kind of file or
+    an existing one that is not an HTML page, or is in the run directory without
+    `output`.
     """
     from flaxckpt import _formats, _storage
 

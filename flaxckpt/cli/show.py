@@ -98,10 +98,8 @@ def _choose(
 ) -> tuple[str | None, int | None]:
     """Returns the leaf and the step that the arguments after the path name.
 
-    A single word that could be either is a leaf if the newest step has it.
-
-    Raises:
-        OptionError: The first of two words is not a step, or there are two steps.
+    A single word that could be either is a leaf if the newest step has it. Raises
+    OptionError if the first of two words is not a step, or there are two steps.
     """
     from flaxckpt import _run
     from flaxckpt._formats import locate

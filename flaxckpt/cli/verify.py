@@ -141,8 +141,7 @@ def _mark(
 ) -> None:
     """Marks damaged steps, unmarks good ones, and shows which were marked before.
 
-    Raises:
-        OptionError: A report is not on a step of a run.
+    Raises OptionError if a report is not on a step of a run.
     """
     from flaxckpt import _inspect
 

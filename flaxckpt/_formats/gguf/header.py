@@ -141,9 +141,8 @@ class UnsupportedVersionError(ValueError):
 def parse(file: BinaryIO, *, file_size: int) -> GgufHeader:
     """Parses the header of a file, and compares it with the size of the file in bytes.
 
-    Raises:
-        UnsupportedVersionError: The file has another version or byte order.
-        ValueError: The header is malformed, or has tensors beyond the end of the file.
+    Raises UnsupportedVersionError if the file has another version or byte order;
+    ValueError if the header is malformed, or has tensors beyond the end of the file.
     """
     scan = _Scanner(file, file_size)
     if scan.take(4, "its first bytes") != MAGIC:

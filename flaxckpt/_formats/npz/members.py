@@ -221,9 +221,8 @@ class _LimitedReads:
 def read_header(file: IO[bytes], member: Member) -> NpyHeader:
     """Reads the numpy header of a member.
 
-    Raises:
-        UnsupportedError: An array of objects, texts, dates or structures.
-        ValueError: The member is not an array, or is incomplete.
+    Raises UnsupportedError for an array of objects, texts, dates or structures;
+    ValueError if the member is not an array, or is incomplete.
     """
     head = _read_start(file, member, _AT_FIRST)
     start, size = locate_header(head)

@@ -110,10 +110,8 @@ class NotReadError(ValueError):
 def parse_header(text: bytes, *, file_size: int) -> SafetensorsHeader:
     """Parses the header of a file, without its length, and compares the file's size.
 
-    Raises:
-        NotReadError: Some tensors have known but unsupported types.
-        ValueError: The header is malformed, or its tensors do not fill the rest of the
-            file exactly.
+    Raises NotReadError if some tensors have known but unsupported types; ValueError if
+    the header is malformed, or its tensors do not fill the rest of the file exactly.
     """
     check_count(text.count(b'"data_offsets"'))  # before parsing takes memory
     if _LONG_SHAPE.search(text):
