@@ -190,7 +190,7 @@ class Family:
         if copies := self._copies(target, rows, bases[0]):
             changes.insert(0, copies)
         if self.old_names:
-            changes.insert(0, _NewNames(self.name, self.old_names))
+            changes.insert(0, NewNames(self.name, self.old_names))
         return changes
 
     def fit_vocabulary(
@@ -398,7 +398,7 @@ class Family:
             for copy, kept in self.copies.items()
             if copy not in names
         }
-        return _Copies(self.name, pairs) if pairs else None
+        return Copies(self.name, pairs) if pairs else None
 
     def _row(self, tensor: Tensor, bases: tuple[_Base, _Base], prefix: LeafPath) -> Row:
         source = bases[0].apply(tensor.source.replace(".", "/"))
@@ -428,7 +428,7 @@ class _Base(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _NewNames(TableTransform):
+class NewNames(TableTransform):
     """Renames leaves with names of old checkpoints, if there are any.
 
     The map back keeps the new names, which transformers reads as well.
@@ -453,7 +453,7 @@ class _NewNames(TableTransform):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Copies(TableTransform):
+class Copies(TableTransform):
     """Leaves out the second of two equal leaves, if a checkpoint has both.
 
     The map back writes one of them, as transformers does. `pairs`: the leaf to leave

@@ -99,13 +99,13 @@ def find_for_export(
     target layout and the prefix of the parameters are those whose names the checkpoint
     has. Raises OptionError if none fits.
     """
-    family = _family_of_config(name, config)
+    family = family_of_config(name, config)
     assert config is not None
     config = family.check_config(config)
     if target not in (None, *family.targets):
         family(config, target=str(target))  # raises
     table = export.without_optimizer(table)
-    found = list(_candidates(family, config, table, target, prefix))
+    found = list(candidates(family, config, table, target, prefix))
     most = max(len(candidate.matched) for candidate in found)
     # With fewer names, leaves of the model would be left out.
     likely = [candidate for candidate in found if len(candidate.matched) == most]
@@ -147,7 +147,7 @@ def _no_layout(
     )
 
 
-def _family_of_config(name: str, config: Mapping[str, Any] | None) -> Family:
+def family_of_config(name: str, config: Mapping[str, Any] | None) -> Family:
     check_name("map", name)
     if config is None:
         raise errors.OptionError(
@@ -170,7 +170,7 @@ def family_of_export(
     if config is None:
         return None
     if isinstance(map, str) and map != AUTO:
-        return _family_of_config(map, config)
+        return family_of_config(map, config)
     return detect.find_family(config)
 
 
@@ -189,7 +189,7 @@ class _MapCandidate:
     changes: list[Transform] = dataclasses.field(default_factory=list)
 
 
-def _candidates(
+def candidates(
     family: Family,
     config: Mapping[str, Any],
     table: LeafTable,

@@ -140,15 +140,15 @@ class ToPeft(TableTransform):
             rows.append(LeafRow([path], list(zip(names, fns, strict=True))))
         return apply_rows({path: params[path] for path in parts}, rows, str(self))
 
-    def _find_remap(self) -> transforms_remap._Remap:
+    def _find_remap(self) -> transforms_remap.Remap:
         """Returns the only `remap` of the map, which may have no other transforms."""
         changes = [t.remap if isinstance(t, CheckedMap) else t for t in self.map]
-        remaps = [t for t in changes if isinstance(t, transforms_remap._Remap)]
+        remaps = [t for t in changes if isinstance(t, transforms_remap.Remap)]
         known = (
-            transforms_remap._Remap,
-            affine._Affine,
-            maps_family._NewNames,
-            maps_family._Copies,
+            transforms_remap.Remap,
+            affine.Affine,
+            maps_family.NewNames,
+            maps_family.Copies,
         )
         others = [t for t in changes if not isinstance(t, known)]
         if len(remaps) != 1 or others:
@@ -160,7 +160,7 @@ class ToPeft(TableTransform):
         return remaps[0]
 
     def _parts(
-        self, pair: Pair, remap: transforms_remap._Remap, table: LeafTable
+        self, pair: Pair, remap: transforms_remap.Remap, table: LeafTable
     ) -> list[_Part]:
         """Returns the modules of torch that an adapter is for."""
         a, b = table[pair.a].info, table[pair.b].info
@@ -180,7 +180,7 @@ class ToPeft(TableTransform):
 
     def _check_base(self, base: LeafPath, pair: Pair, table: LeafTable) -> None:
         for change in self.map:
-            if isinstance(change, affine._Affine) and change.pattern.fullmatch(base):
+            if isinstance(change, affine.Affine) and change.pattern.fullmatch(base):
                 raise _UnfitError(f"{change} changes the values of {base}")
         a, b = table[pair.a].info.shape, table[pair.b].info.shape
         shape = table[base].info.shape if base in table else None
@@ -198,7 +198,7 @@ class _UnfitError(Exception):
 
 
 def _parts_of(
-    rule: transforms_remap._RemapRule,
+    rule: transforms_remap.RemapRule,
     values: Mapping[str, int],
     sizes: Mapping[str, int],
     axes: int,
@@ -273,13 +273,13 @@ def find_map(
 
     As `find_for_export`, but the checkpoint may lack the kernels.
     """
-    family = named._family_of_config(name, config)
+    family = named.family_of_config(name, config)
     assert config is not None
     params = export.without_optimizer(table)
     pairs = find_pairs(params)
     bases = {base: params[pair.a] for pair in pairs for base in pair.bases}
     counts = {}
-    for candidate in named._candidates(family, config, bases, target, prefix):
+    for candidate in named.candidates(family, config, bases, target, prefix):
         kernels = [p for p in pairs if not candidate.matched.isdisjoint(p.bases)]
         counts[candidate] = len(kernels)
         if len(kernels) == len(pairs):

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Affine(TableTransform):
+class Affine(TableTransform):
     """Implements `offset` and `scale`; `number` is the number to add, or the factor."""
 
     verb: Literal["offset", "scale"]
@@ -59,7 +59,7 @@ class _Scaling(ValueMap):
     are those of an unknown power.
     """
 
-    of: _Affine = dataclasses.field(kw_only=True)
+    of: Affine = dataclasses.field(kw_only=True)
     table: LeafTable = dataclasses.field(kw_only=True)
     guessed: list[LeafPath] = dataclasses.field(default_factory=list)
     left_out: list[LeafPath] = dataclasses.field(default_factory=list)
@@ -118,7 +118,7 @@ def offset(pattern: str, value: float) -> TableTransform:
         OptionError: `value` is not a finite number. When applied: nothing matches, or
             a leaf cannot hold the sum: an integer plus a fraction, a bool or PRNG keys.
     """
-    return _Affine("offset", compile_pattern(pattern), _check_finite("value", value))
+    return Affine("offset", compile_pattern(pattern), _check_finite("value", value))
 
 
 def scale(
@@ -154,7 +154,7 @@ def scale(
         raise errors.OptionError("factor must not be 0: all values would be lost")
     if nu not in (None, "squares", "norms"):
         raise errors.OptionError(f"nu must be 'squares' or 'norms', got {nu!r:.80}")
-    return _Affine("scale", compile_pattern(pattern), factor, nu)
+    return Affine("scale", compile_pattern(pattern), factor, nu)
 
 
 def _check_finite(name: str, value: float) -> float:

@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _RemapRule:
+class RemapRule:
     """A row, parsed.
 
     Attributes:
@@ -106,7 +106,7 @@ class _RemapRule:
         return Row(self.row.target, self.row.source, form, self.row.optional)
 
 
-def _parse(row: Row) -> _RemapRule:
+def _parse(row: Row) -> RemapRule:
     """Parses a row."""
     source, target = parse_name(row.source), parse_name(row.target)
     gathered = tuple(axis for axis in source.axes if axis not in target.axes)
@@ -131,7 +131,7 @@ def _parse(row: Row) -> _RemapRule:
                 f"the form of the row {row} has the axis {both[0]}, which is an index"
                 " of both names"
             )
-    return _RemapRule(row, source, target, form, gathered, scattered)
+    return RemapRule(row, source, target, form, gathered, scattered)
 
 
 def _leading(
@@ -155,7 +155,7 @@ _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath
 
 
 @dataclasses.dataclass(frozen=True)
-class _Remap(TableTransform):
+class Remap(TableTransform):
     """Implements `remap` and `make_remap`, whose arguments its fields are.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Remap(TableTransform):
         inverse_within: Likewise, for the inverse.
     """
 
-    rules: tuple[_RemapRule, ...]
+    rules: tuple[RemapRule, ...]
     sizes: Mapping[str, int]
     rest: Literal["keep", "error"] = "keep"
     ignored: re.Pattern[str] | None = None
@@ -348,7 +348,7 @@ def _product(axes: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Values]:
 
 
 def _missing(
-    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
+    rule: RemapRule, matches: _Matches, counts: Mapping[str, int]
 ) -> tuple[int, Iterator[LeafPath]]:
     """Returns the number of missing leaves of a row, and an iterator over their paths.
 
@@ -367,7 +367,7 @@ def _missing(
 
 
 def _missing_paths(
-    rule: _RemapRule, matches: _Matches, counts: Mapping[str, int]
+    rule: RemapRule, matches: _Matches, counts: Mapping[str, int]
 ) -> Iterator[LeafPath]:
     loops: Iterable[tuple[int, ...]] = matches
     if not rule.row.optional:
@@ -381,7 +381,7 @@ def _missing_paths(
 
 
 def _solve(
-    rule: _RemapRule,
+    rule: RemapRule,
     paths: Sequence[LeafPath],
     known: Mapping[str, int],
     table: LeafTable,
@@ -517,7 +517,7 @@ def make_remap(
         None if pattern is None else compile_pattern(pattern)
         for pattern in (ignored, ignored_by_inverse)
     )
-    return _Remap(
+    return Remap(
         *(rules, checked, rest, forth, back), inverse_within=inverse_within, name=name
     )
 
