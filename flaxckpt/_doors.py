@@ -101,11 +101,10 @@ def opener(
     """Returns a `__getattr__` for `package` that imports its modules on first use.
 
     A package need not import all of itself for a caller that wants one module: jax
-    alone takes a second, and much of the command line works without it. Its imports
-    for type checkers say which modules other packages may use. `modules` are those that
+    alone takes a second, and much of the command line works without it. Its imports for
+    type checkers say which modules other packages may use. `modules` are those that
     `open_all` imports, by default all; `names` are functions and classes that others
-    may
-    use -> their modules.
+    may use -> their modules.
     """
     _unopened[package] = modules
 

@@ -43,9 +43,8 @@ class Pace:
 
         `work` does a share of the work, and raises no errors. The system may have fewer
         threads. Returns when all calls have ended, or earlier if someone waits: by
-        `lift`,
-        or at the end of the program. A thread cannot raise its priority again, so the
-        caller then shares the work with them.
+        `lift`, or at the end of the program. A thread cannot raise its priority again,
+        so the caller then shares the work with them.
         """
         running: set[threading.Thread] = set()
 

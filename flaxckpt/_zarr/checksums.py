@@ -116,8 +116,7 @@ def running_checksums(
     """Returns the CRC-32C of concatenated `parts` up to the end of each segment.
 
     The parts are whole segments of a chunk. `start` is the checksum of the segment
-    before
-    them; 0 at the start of a chunk.
+    before them; 0 at the start of a chunk.
     """
     checksums: list[int] = []
     value, room = start, segment_bytes

@@ -112,9 +112,8 @@ def link_if_equal(
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
     Unless `compare_all`, compares only the size and the checksums, for values that
-    equal
-    the file unless changed in memory since; the checksum of a block is a part. The file
-    must have the `mode`, if given. Returns True if the link was made.
+    equal the file unless changed in memory since; the checksum of a block is a part.
+    The file must have the `mode`, if given. Returns True if the link was made.
     """
     size = sum(len(part) for part in parts)
     try:

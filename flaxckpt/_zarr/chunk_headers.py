@@ -51,8 +51,7 @@ def parse(data: Mapping[str, Any]) -> Chunks:
     """Returns the chunks described by a `zarr.json` or a `.zarray`.
 
     Raises ValueError, KeyError, TypeError or AttributeError for metadata that are
-    invalid
-    or unsupported.
+    invalid or unsupported.
     """
     form = metadata.parse(data)
     rank = len(form.shape)
@@ -109,8 +108,7 @@ def compressed_bytes(file: Path, codec: str) -> int:
     """Returns the size of a compressed chunk by its headers; 0 for a foreign header.
 
     The file need not be that long. A checksum after the chunk is not counted. `codec`
-    is
-    `compact`, which is blosc, or `zstd`, with a single frame.
+    is `compact`, which is blosc, or `zstd`, with a single frame.
 
     Source: `README_HEADER.rst` of c-blosc; RFC 8878, section 3.1.1.
     """

@@ -40,8 +40,7 @@ class ReplicaSlices:
 
     Each replica has a part, or each of equal groups: of replicas 0 to 7 and 2 parts,
     replicas 0 to 3 have the first part. `bounds` are the start and stop of each part,
-    and
-    `shape` is the shape of a part.
+    and `shape` is the shape of a part.
     """
 
     axis: int

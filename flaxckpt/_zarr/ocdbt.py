@@ -37,11 +37,9 @@ class DatabaseIndex:
     """The values of a database, which is not changed meanwhile.
 
     TensorStore takes five times as long to find them one by one. The links of `root`
-    must
-    be checked, and `size` is that of its manifest. `values` is key -> value, or its
-    place
-    if not small; in ascending order. Raises ValueError if the tree is damaged or too
-    large.
+    must be checked, and `size` is that of its manifest. `values` is key -> value, or
+    its place if not small; in ascending order. Raises ValueError if the tree is damaged
+    or too large.
     """
 
     def __init__(self, root: Path, size: int) -> None:
@@ -102,8 +100,7 @@ def open_index(root: Path, context: ts.Context | None = None) -> DatabaseIndex:
     """Returns the index of a database, read once for all who use it at a time.
 
     The context holds the index as long as it exists itself; within it, the database
-    counts
-    as unchanged. See `DatabaseIndex` for `root` and errors.
+    counts as unchanged. See `DatabaseIndex` for `root` and errors.
     """
     if context is None:
         return _find_index(root)

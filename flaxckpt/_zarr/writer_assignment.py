@@ -43,8 +43,7 @@ class Writers(NamedTuple):
     The replicas of a shard form equal groups of neighbours. Each group writes a part,
     by the replica at the same place in each group. The place changes from shard to
     shard, to also divide arrays with shards too small for parts. `place` is that for
-    the
-    first shard.
+    the first shard.
     """
 
     replicas: int
@@ -75,8 +74,7 @@ def assign(
     Assigns arrays, largest first, to the replicas with the least work so far. Work is
     bytes to write plus a cost per file. The places are those in a replica's group. The
     arrays have the same order in all processes; `place` returns the placement of
-    shards,
-    by default from jax.
+    shards, by default from jax.
     """
     place = place or placement
     loads = np.zeros(processes, np.int64)

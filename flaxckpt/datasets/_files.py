@@ -33,12 +33,9 @@ def state_files(dataset: Any) -> dict[str, bytes]:
     """Returns the current state of `dataset` as files, by name.
 
     They are this process's states in the format of grain and Orbax, and a description
-    of
-    the states. Of several iterators, those of process K of M are the parts K, K + M, …
-    of
-    the data. Raises DatasetStateError if an iterator returns no state, or one that
-    cannot
-    be written.
+    of the states. Of several iterators, those of process K of M are the parts K, K + M,
+    … of the data. Raises DatasetStateError if an iterator returns no state, or one that
+    cannot be written.
     """
     iterators, _ = _iterators(dataset)
     states = [_state(iterator) for iterator in iterators]
@@ -67,8 +64,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
 
     `files` are the result of `state_files`, or were written by Orbax and grain. Raises
     DatasetStateError if an iterator rejects the state, or if another number of
-    processes
-    saved it, and DamagedCheckpointError if the state of a process is missing.
+    processes saved it, and DamagedCheckpointError if the state of a process is missing.
     """
     iterators, restarting = _iterators(dataset)
     adapters = [_adapters.find(iterator) for iterator in iterators]

@@ -19,8 +19,7 @@ def choose(
     """Returns the state file of each iterator; None if shards have state files.
 
     Raises DatasetStateError if no file fits, as the number of processes has changed,
-    and
-    DamagedCheckpointError if the state of a process is missing.
+    and DamagedCheckpointError if the state of a process is missing.
     """
     names = _names.state_names(len(iterators))
     if all(name in files for name in names):
