@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, cast
 
@@ -33,60 +33,74 @@ if TYPE_CHECKING:
     )
     from flaxckpt._formats.reader import Reader
 
-_RECOGNISERS: dict[str, Callable[[Path], str | None]] = {
-    # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
-    "t5x": recognise.t5x,
-    "orbax": items.recognises,
-    # Before safetensors, which also goes by the suffix.
-    "gguf": recognise.gguf,
-    "safetensors": safetensors_files.recognises,
-    "npz": recognise.npz,
-    "streaming": recognise.streaming,
-    # After T5X, whose single files are msgpack maps, too.
-    "msgpack": recognise.msgpack,
-    # After T5X and Orbax, whose steps have arrays of zarr 2 beside other files.
-    "big_vision": recognise.big_vision,
-}
-"""Format name -> function that returns the evidence for a checkpoint, in the order in
-which `identify` tries them."""
 
-_READERS = {
-    "t5x": "t5x",
-    "orbax": "native",
-    "gguf": "gguf.reader",
-    "safetensors": "safetensors.reader",
-    "npz": "npz.reader",
-    "streaming": "msgpack.stream",
-    "msgpack": "msgpack.reader",
-    "big_vision": "big_vision",
+class _Format(NamedTuple):
+    """A format that can be read.
+
+    Attributes:
+        recognise: Returns the evidence for a checkpoint at a path; None without any.
+        reader: The module of the reader, imported on first use.
+        looks: What its checkpoints look like, for messages.
+        is_in_stores: Whether it can be read in object stores. The other readers map
+            files, or follow links.
+        is_in_shards: Whether its files may be shards with an index, and in the cache of
+            a hub.
+    """
+
+    recognise: Callable[[Path], str | None]
+    reader: str
+    looks: str
+    is_in_stores: bool = False
+    is_in_shards: bool = False
+
+
+# In the order in which `identify` tries them.
+_FORMATS = {
+    # Old Orbax checkpoints have a file with the same name as T5X's, but other keys.
+    "t5x": _Format(recognise.t5x, "t5x", "T5X (a directory with a file 'checkpoint')"),
+    "orbax": _Format(
+        items.recognises,
+        "native",
+        "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/)",
+        is_in_stores=True,
+    ),
+    # Before safetensors, which also goes by the suffix.
+    "gguf": _Format(recognise.gguf, "gguf.reader", "GGUF (a file)"),
+    "safetensors": _Format(
+        safetensors_files.recognises,
+        "safetensors.reader",
+        "safetensors (a file, or a directory with an index)",
+        is_in_shards=True,
+    ),
+    "npz": _Format(recognise.npz, "npz.reader", "an .npz of numpy (a file)"),
+    "streaming": _Format(
+        recognise.streaming,
+        "msgpack.stream",
+        "a stream of EasyLM or fjformer (a file)",
+    ),
+    # After T5X, whose single files are msgpack maps, too.
+    "msgpack": _Format(
+        recognise.msgpack,
+        "msgpack.reader",
+        "Flax's old msgpack (a file)",
+        is_in_shards=True,
+    ),
+    # After T5X and Orbax, whose steps have arrays of zarr 2 beside other files.
+    "big_vision": _Format(
+        recognise.big_vision,
+        "big_vision",
+        "big_vision (a directory of zarr arrays)",
+    ),
 }
-"""Format name -> module of the reader, imported on first use."""
+
+IN_SHARDS = tuple(name for name, each in _FORMATS.items() if each.is_in_shards)
+"""Formats whose files may be shards with an index."""
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__)
 
-_SUPPORTED = (
-    "flaxckpt or Orbax (a directory with a _METADATA file in it or in its state/),"
-    " T5X (a directory with a file 'checkpoint'), safetensors (a file, or a directory"
-    " with an index), GGUF (a file), an .npz of numpy (a file), Flax's old msgpack (a"
-    " file), a stream of EasyLM or fjformer (a file), or big_vision (a directory of"
-    " zarr arrays)"
-)
-IN_SHARDS = ("safetensors", "msgpack")
-"""Formats whose files may be shards with an index, and in the cache of a hub."""
-
 _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
-
-
-def _recognisers(path: Path) -> Mapping[str, Callable[[Path], str | None]]:
-    """Returns the recognisers for the storage of `path`.
-
-    On an object store only Orbax's: the other readers map files, or follow links.
-    """
-    if _storage.of(path).can_map:
-        return _RECOGNISERS
-    return {"orbax": _RECOGNISERS["orbax"]}
 
 
 class Detected(NamedTuple):
@@ -111,7 +125,7 @@ class Detected(NamedTuple):
 
 @functools.cache
 def _import_reader(format_name: str) -> Reader:
-    module = _doors.import_module(f"{__name__}.{_READERS[format_name]}")
+    module = _doors.import_module(f"{__name__}.{_FORMATS[format_name].reader}")
     return cast("Reader", module)
 
 
@@ -123,8 +137,11 @@ def identify(path: Path) -> Detected | None:
 
 def find_format(path: Path) -> Detected | None:
     """Returns the result of `identify`, while the caller reads `path`."""
-    for name, recogniser in _recognisers(path).items():
-        if why := recogniser(path):
+    is_in_store = not _storage.of(path).can_map
+    for name, each in _FORMATS.items():
+        if is_in_store and not each.is_in_stores:
+            continue
+        if why := each.recognise(path):
             return Detected(name, why)
     return None
 
@@ -231,8 +248,11 @@ def _explain_unrecognised(path: Path) -> NoReturn:
             shards.check_index(path, f".{name}")
     if description := _describe_unsupported(path):
         raise errors.CheckpointFormatError(f"{path} is {description}")
+    ours_first = sorted(_FORMATS.values(), key=lambda each: not each.is_in_stores)
+    *supported, last = (each.looks for each in ours_first)
     raise errors.CheckpointFormatError(
-        f"{path} is not a checkpoint of a supported format: wanted {_SUPPORTED}; found"
+        f"{path} is not a checkpoint of a supported format: wanted"
+        f" {', '.join(supported)}, or {last}; found"
         f" {_describe_content(path)}"
     )
 

@@ -215,14 +215,14 @@ def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
     orbax_steps, monkeypatch, load
 ):
     asked = []
-    recognisers = seams.current("formats.recognisers")
+    table = seams.current("formats.table")
 
     def counted(path):
         asked.append(path)
-        return recognisers["orbax"](path)
+        return table["orbax"].recognise(path)
 
-    changed = {**recognisers, "orbax": counted}
-    seams.replace(monkeypatch, "formats.recognisers", changed)
+    changed = {**table, "orbax": table["orbax"]._replace(recognise=counted)}
+    seams.replace(monkeypatch, "formats.table", changed)
     load(orbax_steps)
     assert asked.count(orbax_steps / "6") == 1
     assert orbax_steps / "5" not in asked

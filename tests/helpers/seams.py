@@ -72,7 +72,7 @@ SEAMS = {
     "files.sync_directory": "_storage.files:sync_directory",
     "filesystem.is_local": "_storage.filesystem:is_local",
     "filesystem.kind": "_storage.filesystem:kind",
-    "formats.recognisers": "_formats:_RECOGNISERS",
+    "formats.table": "_formats:_FORMATS",
     "heartbeat.silent_secs": "_distributed.heartbeat:SILENT_SECS",
     "json_codec.max_state_bytes": "datasets._json_codec:MAX_STATE_BYTES",
     "json_limits.max_values": "_util.json_limits:MAX_VALUES",
