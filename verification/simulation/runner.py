@@ -18,7 +18,10 @@ from verification.simulation import kernel, stand_ins
 KINDS = ("buckets", "runs", "files", "pauses", "pins", "jobs", "failures", "tier")
 """Modules with a function `history`."""
 
-_SHARD = 500
+SLOWNESS = {"tier": 20}
+"""Kind -> how many times as long its histories take, so that as many fewer run."""
+
+_SHARD = 100
 _LINES = 100
 """Lines of a timeline that are printed."""
 

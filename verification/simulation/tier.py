@@ -344,7 +344,8 @@ class _Program:
 
     def _note(self, event: flaxckpt.Event) -> None:
         if event.kind == "restored":
-            self._from_directory = event.details["from_directory"]
+            is_far = Path(str(event.path)).parent == self._setting.run
+            self._from_directory = event.details["from_directory"] or is_far
 
     def _open(self) -> None:
         script, setting = self._script, self._setting
@@ -503,7 +504,7 @@ _KINDS = {
     "save": 5,
     "overwrite": 2,
     "restore": 1,
-    "copies": 3,
+    "copies": 6,
     "uploads": 1,
     "restore_some": 1,
     "pin": 1,
@@ -709,9 +710,9 @@ class Story:
                 self.files.cut_power(disk, random)
             elif kind == "gone":
                 self.lose(machine)
-        if random.random() < 0.2:
+        if random.random() < 0.5:
             self.lose(random.choice(self._machines))
-        if random.random() < 0.3:
+        if random.random() < 0.15:
             self._damage(random.choice(self._machines))
         if random.random() < 0.1:
             self._give_to_another_run(random.choice(self._machines))
