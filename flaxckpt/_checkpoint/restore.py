@@ -728,7 +728,7 @@ def _warn_of_differences(
         names = [f"{path} ({types})" for path, types in converted]
         _warn(planned.path, "converted to the types of the state", names)
     if fresh:
-        _warn(planned.path, "not restored, and left to start afresh", fresh)
+        _warn(planned.path, "not restored, but initialized", fresh)
 
 
 def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:

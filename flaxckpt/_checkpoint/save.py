@@ -341,9 +341,9 @@ def find_undo_problem(state: PyTree, options: SaveOptions) -> str | None:
         )
     else:
         advice = (
-            "Those of the optimizer start afresh, and others raise an error. Leave out"
-            " the transform, or use an optimizer whose moments have the shapes of their"
-            " parameters"
+            "Those of the optimizer are initialized, and others raise an error. Leave"
+            " out the transform, or use an optimizer whose moments have the shapes of"
+            " their parameters"
         )
     if not left:
         return None

@@ -51,8 +51,8 @@ def derive_specs(
 ) -> dict[LeafPath, Derived]:
     """Derives the partition spec of every leaf of an optimizer state.
 
-    `leaves` are the keys and shapes of the optimizer's leaves; `by_types` is the result
-    of `specs_by_types`.
+    `leaves` are the keys and shapes of the optimizer's leaves; `by_types` has the specs
+    that `specs_by_types` has found, by leaf path.
     """
     suffixes = _Suffixes(params)
     derived = {}

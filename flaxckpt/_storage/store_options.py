@@ -1,4 +1,4 @@
-"""Options of an object store, and whose requests have a short deadline."""
+"""`StoreOptions`, the options of one object store, and short deadlines of requests."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ _LEAST_SECS = 1.0
 _FIRST_RETRIES = 4
 """Retries for a store that has never answered, because its address may be wrong."""
 
-_OWN_RETRIES: dict[str, JSON] = {
+_TENSORSTORE_RETRIES: dict[str, JSON] = {
     "max_retries": 3,
     "initial_delay": "100ms",
     "max_delay": "1s",
 }
 """TensorStore's own retries within one attempt of ours."""
 
-_RETRIES_ALONE: dict[str, JSON] = {
+_RETRIES_OF_ARRAYS: dict[str, JSON] = {
     "max_retries": 32,
     "initial_delay": "100ms",
     "max_delay": "2s",
@@ -118,8 +118,10 @@ class Connection:
         self._opened: ts.KvStore | None = None
         self._has_answered = False
         self._silent_since: float | None = None
-        self._resources = self._name_resources(_OWN_RETRIES)
-        alone = _OWN_RETRIES if options.retries is not None else _RETRIES_ALONE
+        self._resources = self._name_resources(_TENSORSTORE_RETRIES)
+        alone = (
+            _TENSORSTORE_RETRIES if options.retries is not None else _RETRIES_OF_ARRAYS
+        )
         self._resources_alone = self._name_resources(alone)
         _shared.update(self._resources)
         _shared.update(self._resources_alone)

@@ -1,4 +1,4 @@
-"""Options of object stores."""
+"""Which options each store has: those set for its URL, and those of the environment."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ SEAMS = {
     "rename.withdraw": "_storage.rename:withdraw",
     "requests.first_pause_secs": "_storage.store_requests:_FIRST_PAUSE_SECS",
     "requests.longest_pause_secs": "_storage.store_requests:_LONGEST_PAUSE_SECS",
-    "requests.own_retries": "_storage.store_requests:_OWN_RETRIES",
+    "requests.own_retries": "_storage.store_requests:_TENSORSTORE_RETRIES",
     "retention.deleting_secs": "_run.retention:_DELETING_SECS",
     "retention.time": "_run.retention:time",
     "safetensors.max_header_bytes": "_formats.safetensors.header:MAX_HEADER_BYTES",

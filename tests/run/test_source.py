@@ -317,7 +317,7 @@ def test_warns_of_optimizer_leaves_that_start_afresh(tmp_path, source, caplog):
         state, start = begin(tmp_path / "run", plain, source=path)
     assert start == 0
     jax.tree.map(np.testing.assert_array_equal, old.params, state["params"])
-    assert "start afresh: opt_state/0/count" in caplog.text
+    assert "initialized: opt_state/0/count" in caplog.text
 
 
 def test_steps_of_other_names_are_not_taken_for_an_empty_run(tmp_path, source):
