@@ -133,6 +133,12 @@ class Ledger:
             if disk in save.disks:
                 save.disks[f"lost {disk}"] = save.disks.pop(disk)
 
+    def forget(self, disk: str) -> None:
+        """Notes that nothing is promised any more of what a disk had."""
+        for save in self.saves.values():
+            if disk in save.disks:
+                save.survives = None
+
     def check_state(self, state: dict[str, np.ndarray], names: Iterable[str]) -> Save:
         """Returns the save that was restored.
 
@@ -753,6 +759,8 @@ class Story:
         kind = random.choice(("flipped", "truncated", "removed"))
         self.world.record(f"{file.relative_to(root.parent)} is {kind}")
         self.ledger.lose(machine)
+        if "/state/d/" not in f"{file}":  # then the step counts as damaged everywhere
+            self.ledger.forget(f"lost {machine}")
         content = bytearray(file.read_bytes())
         if kind == "removed" or not content:
             file.unlink()
