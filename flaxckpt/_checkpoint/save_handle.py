@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Literal, NoReturn
 
-from flaxckpt import _doors, _util, errors
+from flaxckpt import _doors, _steps, _util, errors
 from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._util.pace import Pace
 
@@ -49,6 +49,19 @@ class SaveResult:
     deleted_steps: tuple[int, ...] = ()
     skipped: str | None = None
     tier: Literal["directory", "staging"] = "directory"
+
+    @property
+    def copies(self) -> int:
+        """Number of other processes that have a durable copy of each part by now.
+
+        0 unless the step is in a staging directory with `staging_copies`.
+        """
+        if self.tier == "directory":
+            return 0
+        try:
+            return _steps.markers.count_copies(os.listdir(self.path))  # noqa: PTH208
+        except OSError:  # deleted since
+            return 0
 
 
 @_util.guessed_names.explain

@@ -242,7 +242,9 @@ class Judge:
             if just_saved is not None:
                 unseen = self._select(unseen, steps, choice, damage.keys(), choose)
             elif not choice.deleted:
-                unseen &= self._notable(rules.keep, {n: steps[n] for n in staying})
+                unseen &= self._notable(
+                    rules.keep, {n: steps[n] for n in sorted(staying)}
+                )
             if not unseen:
                 break
             looked |= unseen

@@ -93,13 +93,14 @@ def status(path: Path, names: Collection[str]) -> Status:
         deleted_items(names),
         tuple(map(_storage.leases.reader, _storage.leases.unexpired(path, reading))),
         NOT_UPLOADED in names,
-        max([0, *map(_count_copies, names)]),
+        count_copies(names),
     )
 
 
-def _count_copies(name: str) -> int:
-    number = name.removeprefix(_COPIES)
-    return int(number) if number != name and re.fullmatch(r"\d{1,9}", number) else 0
+def count_copies(names: Collection[str]) -> int:
+    """Returns how many other processes have copies, by the names of the markers."""
+    found = [re.fullmatch(re.escape(_COPIES) + r"(\d{1,9})", name) for name in names]
+    return max((int(match[1]) for match in found if match), default=0)
 
 
 def mark_copied(path: Path, copies: int) -> None:

@@ -49,6 +49,12 @@ def run(directory, rank, given):
     return found
 
 
+def save_with_copies(ckpt, rank, given, step):
+    result = ckpt.save(step, states.everything(step, "rows")).wait()
+    ckpt.wait_for_copies()
+    return result.copies
+
+
 def save(ckpt, rank, given, step, mesh="rows", **options):
     state = states.everything(step, mesh)
     options.setdefault("metrics", {"loss": 1 / (step + 1)})
@@ -147,6 +153,7 @@ DO = {
     for function in (
         save,
         save_other,
+        save_with_copies,
         restore,
         restore_or_init,
         failing_restore,

@@ -259,8 +259,10 @@ def test_copies_are_in_other_failure_domains(tmp_path):
 
 
 def test_the_newest_step_with_copies_stays(tmp_path):
-    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"]]
-    run(tmp_path, *do, ["save", 2], ["wait_for_uploads"], copies=1, keep=2)
+    do = [["save_with_copies", 1], ["wait_for_uploads"]]
+    do += [["save", 2], ["wait_for_uploads"]]
+    (told, _) = run(tmp_path, *do, copies=1, keep=2)
+    assert told["save_with_copies"] == 1
     for index in range(2):  # as if its copies were still being made
         (tmp_path / f"local-{index}/2/COPIES.1").unlink()
     (told, _) = run(tmp_path, ["prune"], ["explain"], copies=1)

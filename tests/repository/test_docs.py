@@ -57,6 +57,15 @@ RUN_ELSEWHERE = {
         "tests/repository/test_examples.py",
         "def test_the_demo_finds_equal_runs",
     ),
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=job -keyout key.pem"
+    " -out cert.pem": (
+        "tests/distributed/jobs.py",
+        "openssl req -x509 -newkey rsa:2048",
+    ),
+    "cat key.pem cert.pem > peer.pem": (
+        "tests/distributed/jobs.py",
+        "key.read_bytes()",
+    ),
     "make quick": ("Makefile", "quick: check"),
     "make test": ("Makefile", "test: check"),
     "make test-all": ("Makefile", "test-all: test"),

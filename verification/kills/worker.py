@@ -64,7 +64,7 @@ def _train(disks, run_directory, copies, chance):
         check(restored, step)
     far = [e.details["from_directory"] for e in events if e.kind == "restored"]
     _say("restored", step, far[-1] if far else 0)
-    while True:
+    while os.getppid() != 1:  # its parent is there
         step += 1
         _say("started", step)
         checkpointer.save(step, state(step)).wait()
