@@ -55,15 +55,6 @@ def _unsynced_storage() -> _Stand:
     )
 
 
-def _copy_to_neighbours(domains: Sequence[str], count: int) -> list[list[int]]:
-    """Stands in for `parts.choose_copies`: looks at no failure domains."""
-    size = len(domains)
-    return [
-        [(process + n) % size for n in range(1, min(count + 1, size))]
-        for process in range(size)
-    ]
-
-
 def _identify_by_step(path: Path) -> str | None:
     """Stands in for `parts.identify`: takes each save of a step for the same."""
     return path.name if (path / parts.MARKER).exists() else None
@@ -103,9 +94,6 @@ FAULTS = {  # some with the faults of the world that show them
             (operation.Operation, "exchange"): _exchange_without("committed"),
             (tier, "_FAULTS"): ("outage",) * 3,
         },
-    ),
-    "copies are in the failure domain of their part": Fault(
-        tier, {(parts, "choose_copies"): _copy_to_neighbours}
     ),
 }
 """What is wrong -> the fault."""

@@ -717,7 +717,11 @@ class Story:
             elif kind == "gone":
                 self.lose(machine)
         if random.random() < 0.5:
-            self.lose(random.choice(self._machines))
+            lost = random.choice(self._machines)
+            domain, is_whole = self._setting.domain(lost), random.random() < 0.5
+            for name in sorted(self._machines):
+                if name == lost or (is_whole and self._setting.domain(name) == domain):
+                    self.lose(name)
         if random.random() < 0.15:
             self._damage(random.choice(self._machines))
         if random.random() < 0.1:
