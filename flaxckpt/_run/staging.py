@@ -225,7 +225,7 @@ class StagedSteps(run_steps.RunSteps):
         read_only: bool,
         mode: int | None = None,
     ) -> None:
-        if peers.copies:
+        if peers.copies and keep:  # without policies, all steps stay
             keep = (*keep, _NewestCopied())
         near = rules._replace(keep=keep, keep_items={})
         super().__init__(

@@ -53,6 +53,17 @@ def kinds(directory):
 # ---- what is where ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_without_policies_all_steps_stay_in_staging(tmp_path, copies):
+    staging = tmp_path / "ssd"
+    options = {"keep_staging": [], "staging_copies": copies}
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging, **options) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state(step)).wait()
+            ckpt.wait_for_uploads()
+    assert {path.name for path in staging.iterdir() if path.is_dir()} == {"1", "2", "3"}
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
