@@ -185,9 +185,8 @@ def choose(
 def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
     """Returns the processes that keep a copy of each process's part.
 
-    They are in other failure domains than the process, and in different ones as far as
-    possible; each process keeps about as many copies as any other. With fewer processes
-    in other domains, there are fewer copies.
+    Each copy is in a failure domain of its own; each process keeps about as many copies
+    as any other. With fewer other domains, there are fewer copies.
 
     Args:
         domains: Process -> the name of its failure domain.
@@ -197,16 +196,14 @@ def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
     load = collections.Counter[int]()
     for process, domain in enumerate(domains):
         after = [(process + n) % len(domains) for n in range(1, len(domains))]
-        others = [n for n in after if domains[n] != domain]
-        chosen: list[int] = []
-        used = collections.Counter[str]()
-        for _ in range(min(count, len(others))):
-            best = min(
-                others, key=lambda n: (used[domains[n]], load[n], after.index(n))
-            )
-            others.remove(best)
+        used, chosen = {domain}, list[int]()
+        while len(chosen) < count:
+            others = [n for n in after if domains[n] not in used]
+            if not others:
+                break
+            best = min(others, key=lambda n: (load[n], after.index(n)))
             chosen.append(best)
-            used[domains[best]] += 1
+            used.add(domains[best])
             load[best] += 1
         keepers.append(chosen)
     return keepers

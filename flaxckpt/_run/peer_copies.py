@@ -307,6 +307,10 @@ def copy_parts(
         for request in requests:
             _storage.files.make_parents(path, request.name)
             (aside / request.name).replace(path / request.name)
+        if parts.identify(path) != sources.save:  # replaced between the two
+            for request in requests:
+                (path / request.name).unlink(missing_ok=True)
+            raise FileNotFoundError(f"{path} was replaced meanwhile")
     if is_durable:
         # With their parents: those of files of large arrays are new, too.
         parents = {above for each in requests for above in Path(each.name).parents}

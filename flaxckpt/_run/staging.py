@@ -529,7 +529,8 @@ class StagedSteps(run_steps.RunSteps):
         Raises:
             SaveFailedError: The newest step of either directory is damaged.
         """
-        deleted = {*super().prune()}
+        # What others have of a step is known at saves only: they delete parts.
+        deleted = set() if self.is_in_parts else {*super().prune()}
         if not _util.job.is_first():
             return ()
         with self.uploads.step_lock.get():

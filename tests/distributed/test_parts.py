@@ -265,11 +265,21 @@ def test_the_newest_step_with_copies_stays(tmp_path):
     assert told["save_with_copies"] == 1
     for index in range(2):  # as if its copies were still being made
         (tmp_path / f"local-{index}/2/COPIES.1").unlink()
-    (told, _) = run(tmp_path, ["prune"], ["explain"], copies=1)
+    (told, _) = run(tmp_path, ["prune"], ["explain"], copies=1, keep=1)
     why = ["staging: newest with copies", "staging: 1 copy at other processes"]
     assert told["explain"]["1"][-2:] == why
-    run(tmp_path, ["save", 3], ["wait_for_copies"], ["prune"], copies=1)
+    run(tmp_path, ["save", 3], ["wait_for_copies"], ["save", 4], copies=1)
     assert not (tmp_path / "local-0/1").exists()
+
+
+@pytest.mark.slow
+def test_prune_deletes_no_whole_step_for_one_that_is_lost(tmp_path):
+    run(tmp_path, ["save", 1], ["save", 2], ["wait_for_uploads"], keep=2)
+    remove_steps(tmp_path / "run")
+    for file in (tmp_path / "local-1/2/state/d").glob("1.*"):
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+    said = run(tmp_path, ["restore"], ["prune"], ["restore"], keep=1)
+    assert all(each["restore"] == 1 for each in said)
 
 
 def test_two_processes_with_one_directory_are_refused(tmp_path):

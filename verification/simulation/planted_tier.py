@@ -48,9 +48,17 @@ class _Stand:
 
 def _unsynced_storage() -> _Stand:
     """Returns a stand-in for the package `_storage` that syncs nothing."""
+
+    def of(path: Path) -> _Stand:
+        return _Stand(
+            _storage.of(path),
+            sync_tree=lambda root: 0,
+            sync_files=lambda paths, threads: None,
+        )
+
     return _Stand(
         _storage,
-        of=lambda path: _Stand(_storage.of(path), sync_tree=lambda root: 0),
+        of=of,
         files=_Stand(_storage.files, sync_directory=lambda path: None),
     )
 
