@@ -136,6 +136,26 @@ class Job:
         self.service = service
         self.start = start
         self.writing: dict[kernel.Process, Path] = {}
+        self._ended: set[int] = set()
+
+    def end(self, world: kernel.World) -> None:
+        """Ends a process of the job; process 0 waits for the others, as in jax."""
+        assert world.task is not None
+        pid = world.task.process.pid
+        self._ended.add(pid)
+        until = world.now + _SHUTDOWN_SECS
+        while (
+            self.index[pid] == 0
+            and world.now < until
+            and not self._are_others_gone(world)
+        ):
+            world.sleep(1.0)
+
+    def _are_others_gone(self, world: kernel.World) -> bool:
+        return all(
+            pid in self._ended or not world.processes[pid].is_alive
+            for pid in self.index
+        )
 
 
 def _job() -> tuple[Job | None, int]:
@@ -241,7 +261,6 @@ class Script:
         self._ledger = ledger
         self._job = job
         self._saves: dict[int, programs.Save] = {}
-        self._has_ended: set[int] = set()
 
     def __call__(self) -> None:
         world = self._ledger.world
@@ -262,23 +281,7 @@ class Script:
                 self.results[number][process] = Result(error, world.now - begin)
                 world.sleep(5 * world.random.random())
             checkpointer.close()
-        self._end()
-
-    def _end(self) -> None:
-        """Waits for the other processes, as jax's process 0 does at its exit."""
-        world = self._ledger.world
-        self._has_ended.add(world.task.process.pid)
-        if self._job.index[world.task.process.pid] == 0:
-            until = world.now + _SHUTDOWN_SECS
-            while world.now < until and not self._are_others_gone():
-                world.sleep(1.0)
-
-    def _are_others_gone(self) -> bool:
-        processes = self._ledger.world.processes
-        return all(
-            pid in self._has_ended or not processes[pid].is_alive
-            for pid in self._job.index
-        )
+        self._job.end(self._ledger.world)
 
     def _take(
         self, number: int, turn: Turn, checkpointer: flaxckpt.Checkpointer

@@ -275,7 +275,6 @@ class Script:
         self._ledger = ledger
         self._setting = setting
         self._saves: dict[int, Save] = {}
-        self._has_ended: set[int] = set()
 
     def disk(self, index: int) -> Path:
         """Returns the disk of a process."""
@@ -286,18 +285,7 @@ class Script:
         process = world.task.process
         process.__dict__[jobs.NAME] = self.job
         _Program(self, self._ledger, setting)()
-        self._has_ended.add(process.pid)
-        if self.job.index[process.pid] == 0:  # as jax's process 0 does at its exit
-            until = world.now + jobs._SHUTDOWN_SECS
-            while world.now < until and not self._are_others_gone():
-                world.sleep(1.0)
-
-    def _are_others_gone(self) -> bool:
-        processes = self._ledger.world.processes
-        return all(
-            pid in self._has_ended or not processes[pid].is_alive
-            for pid in self.job.index
-        )
+        self.job.end(world)
 
     def save_of(self, number: int, step: int) -> Save:
         """Returns the save of a turn, the same in all processes."""
