@@ -245,14 +245,12 @@ def prune(
         view = survey(run.directory, step_format)
         view.check_metrics(run.retention.rules)
         sizes = _own_sizes(view.paths, reasons)
-        doomed = tuple(step for step, why in reasons.items() if not why)
-        doomed_items = tuple(run.retention.to_delete().items)
-        deleted = doomed if dry_run else run.prune()
+        decision = run.retention.to_delete()
+        deleted = tuple(decision.doomed) if dry_run else run.prune()
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
-        left = tuple(s for s, why in reasons.items() if not why and s not in deleted)
-        return Pruned(
-            str(run.directory), dry_run, deleted, left, freed, reasons, doomed_items
-        )
+        left = tuple(step for step in decision.doomed if step not in deleted)
+        items = tuple(decision.items)
+        return Pruned(str(run.directory), dry_run, deleted, left, freed, reasons, items)
 
 
 def _recorded_rules(root: Path, step_format: str | None) -> Rules:

@@ -125,13 +125,15 @@ class Judged(NamedTuple):
     """What stays in a directory, and why.
 
     Attributes:
-        reasons: Step -> the reasons to keep it, ascending; empty if it is to go.
+        reasons: Step -> the reasons to keep it, ascending.
+        doomed: The steps to delete, ascending.
         items: The items to delete from steps that stay: step and item.
         damage: Step that does not count -> what its files lack.
         newest_damage: The same of the newest step, if it keeps others from deletion.
     """
 
     reasons: dict[int, list[str]]
+    doomed: list[int]
     items: list[tuple[int, str]]
     damage: dict[int, str]
     newest_damage: str
@@ -272,7 +274,9 @@ class Judge:
             reasons[number] = [DAMAGED + loss]
         is_newest_good = just_saved is not None or not damage
         newest_damage = "" if is_newest_good else damage.get(max(steps), "")
-        return Judged(dict(sorted(reasons.items())), kept_items, damage, newest_damage)
+        reasons = dict(sorted(reasons.items()))
+        doomed = [n for n, why in reasons.items() if not why and n != just_saved]
+        return Judged(reasons, doomed, kept_items, damage, newest_damage)
 
     def _notable(
         self,

@@ -163,17 +163,15 @@ class Retention:
             )
         if judged.newest_damage:
             raise self._incomplete_error(max(steps), judged.newest_damage)
-        doomed = [n for n, why in judged.reasons.items() if not why and n != just_saved]
-        items = judged.items
-        affected = {*doomed, *(step for step, _ in items)}
+        affected = {*judged.doomed, *(step for step, _ in judged.items)}
         saves = {n: run_index.identify_save(steps[n].path) for n in affected}
         # A step that was replaced before its save was identified stays this time.
         replaced = {n for n in affected if steps[n].is_outdated()}
         return _Decision(
             steps,
             judged.damage,
-            [step for step in doomed if step not in replaced],
-            [(step, item) for step, item in items if step not in replaced],
+            [step for step in judged.doomed if step not in replaced],
+            [(step, item) for step, item in judged.items if step not in replaced],
             saves,
         )
 
