@@ -45,6 +45,8 @@ class VerifyReport:
             `state/w/c.1.0 -> w, rows 128-255 of 512`, if they are known.
         bytes_checked: Bytes read and compared.
         secs: Duration of the checks in seconds.
+        loss: The first proved fault that keeps a restore from reading a leaf; None if
+            all leaves can be read, or if nothing is proved.
     """
 
     path: str
@@ -59,6 +61,7 @@ class VerifyReport:
     bytes_checked: int
     secs: float
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    loss: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -247,7 +250,16 @@ class Findings:
             bytes_checked=self.counter.done,
             secs=secs,
             places=_sort(places),
+            loss=self._find_loss(unreadable),
         )
+
+    def _find_loss(self, unreadable: Mapping[LeafPath, str]) -> str | None:
+        for name, why in sorted(self.problems.items()):
+            if name == HERE:
+                return why
+            if name in unreadable or self.leaves.get(name):
+                return f"{name}: {why}"
+        return None
 
     def run(self, checks: Sequence[Check]) -> None:
         """Runs all `checks` in several threads."""

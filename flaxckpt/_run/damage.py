@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from flaxckpt import _checkpoint, _steps, errors
-from flaxckpt._checkpoint import verify_report
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._run.events import Stream
 from flaxckpt._types import LeafPath
@@ -23,29 +22,15 @@ def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     SaveFailedError if the marker cannot be written or removed.
     """
     try:
-        if _find_loss(report) is not None:
+        if report.loss is not None:
             again = _checkpoint.verify.verify_checkpoint(path, report.step)
-            leaves = again.damaged_leaves
-            mark(path, report.step, _find_loss(again), events, leaves)
+            mark(path, report.step, again.loss, events, again.damaged_leaves)
         elif report.ok:
             unmark(path, report.step, events)
     except OSError as error:
         raise errors.SaveFailedError(
             f"step {path.name} cannot be marked: {error}; check that {path} is writable"
         ) from error
-
-
-def _find_loss(report: VerifyReport) -> str | None:
-    """Returns a proved fault that keeps a restore from reading the state, or None."""
-    for name, why in report.problems.items():
-        if name == verify_report.HERE:
-            return why
-        of_file = (f"{name} is damaged", f"{name} is missing")
-        if report.unreadable.get(name) == why or any(
-            text in of_file for text in report.unreadable.values()
-        ):
-            return f"{name}: {why}"
-    return None
 
 
 def mark(
