@@ -380,18 +380,13 @@ def _find_state(
     `given` is the state that the step was given, and `paths` are its leaf paths before
     the step. Raises OptionError if the result has no such state.
     """
-
-    def is_state(value: Any) -> bool:
-        return _state.flax_state.leaves_by_path(value).keys() == paths
-
-    if returned is None:
-        return lambda given, _: given
-    if is_state(returned):
-        return lambda _, returned: returned
-    if isinstance(returned, tuple | list) and returned and is_state(returned[0]):
-        return lambda _, returned: returned[0]
+    by_path = _state.flax_state.leaves_by_path
+    take = _state.flax_state.locate_state(returned, paths)
+    if take is not None and by_path(take(returned)).keys() >= paths:
+        return lambda _, returned: take(returned)
     is_object = _state.flax_state.is_object
-    if any(map(is_object, jax.tree.leaves(given, is_leaf=is_object))):
+    is_changed = any(map(is_object, jax.tree.leaves(given, is_leaf=is_object)))
+    if returned is None or is_changed:
         return lambda given, _: given
     raise errors.OptionError(
         "train_step must return a state with the leaves of the state that it is given,"

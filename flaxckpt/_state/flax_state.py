@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -212,6 +213,28 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     plain = _split_objects(tree).tree
     entries = flatten_plain(plain).leaves
     return {path: entry.value for path, entry in entries.items()}
+
+
+def locate_state(result: Any, paths: Set[LeafPath]) -> Callable[[Any], PyTree] | None:
+    """Returns the function that takes the state from a result; None without a state.
+
+    The state is the result, or the item of a dict, tuple or list with the most leaves
+    of `paths`, the leaf paths before the step: a step may add leaves. A step that
+    changes its state in place returns none of them.
+    """
+    if result is None:
+        return None
+    places: list[Callable[[Any], PyTree]] = [lambda result: result]
+    if isinstance(result, Mapping):
+        places += map(operator.itemgetter, result)
+    elif isinstance(result, tuple | list):
+        places += map(operator.itemgetter, range(len(result)))
+
+    def count(take: Callable[[Any], PyTree]) -> int:
+        return len(leaves_by_path(take(result)).keys() & paths)
+
+    place = max(places, key=count)
+    return place if count(place) else None
 
 
 _OPT_STATE = state_tree.Key("opt_state", "attr")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,7 +65,9 @@ def check(
                 " look for numpy's random numbers, the time, or a dataset that does"
                 " not return to its position.",
             )
-            trained = _find_state(result, given, state)
+            paths = _state.flax_state.leaves_by_path(state).keys()
+            take_state = _state.flax_state.locate_state(result, paths)
+            trained = given if take_state is None else take_state(result)
             trial.save(_STEP, trained, dataset=dataset).wait()
             _, expected = step(_copy_state(trained))
             begin, _ = resume(trial, state if fresh is None else fresh, dataset=dataset)
@@ -92,26 +94,6 @@ def _position_kept(dataset: Any, directory: Path) -> Iterator[Callable[[], None]
         yield rewind
     finally:
         rewind()
-
-
-def _find_state(returned: PyTree, given: PyTree, before: PyTree) -> PyTree:
-    """Returns the state after a step.
-
-    It is the part of the returned values with the most leaf paths of the state before.
-    A step that returns none of them has changed the given state in place.
-    """
-    parts = [returned]
-    if isinstance(returned, Mapping):
-        parts += returned.values()
-    elif isinstance(returned, tuple | list):
-        parts += returned
-    wanted = _state.flax_state.leaves_by_path(before).keys()
-
-    def count(part: PyTree) -> int:
-        return len(_state.flax_state.leaves_by_path(part).keys() & wanted)
-
-    state = max(parts, key=count)
-    return state if count(state) else given
 
 
 @contextlib.contextmanager

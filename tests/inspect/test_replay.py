@@ -183,6 +183,13 @@ def test_states_of_all_kinds_with_and_without_a_template(tmp_path, state):
     for abstract in (state, None) if not isinstance(state, Moments) else (state,):
         report = flaxckpt.replay(tmp_path, 0, 3, step, abstract_state=abstract)
         assert report.ok, report
+    for result in (
+        lambda state: (step(state), 0.5),
+        lambda state: (0.5, step(state)),
+        lambda state: {"loss": 0.5, "state": step(state)},
+    ):
+        report = flaxckpt.replay(tmp_path, 0, 3, result, abstract_state=state)
+        assert report.ok, report
 
 
 def next_value(x):
@@ -302,6 +309,7 @@ def test_mistakes_are_reported(plain, tmp_path):
     told(option, "pass no dataset", plain, 0, 5, lambda state: state, batches)
     told(option, "one iterator", plain, 0, 5, step, [batches])
     told(option, "must return a state", plain, 0, 5, lambda s, b: 1.0, batches)
+    told(option, "must return a state", plain, 0, 5, lambda s, b: {}, batches)
     missing = errors.CheckpointNotFoundError
     told(missing, "no step 3; its steps: 0, 5", plain, 0, 3, step, batches)
     told(missing, "no step 1", tmp_path / "none", 1, 3, step, batches)
