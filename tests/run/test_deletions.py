@@ -1,33 +1,41 @@
 """Rules of retention that make no sense, time for deletions, deletions that fail."""
 
+import itertools
 import logging
+import threading
 import types
 
 import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _steps, _storage, errors
-from flaxckpt._formats.items import Items
-from flaxckpt._run import judge, retention
+from flaxckpt import errors
+from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 from tests.helpers import seams
 
-PLAIN = _steps.names.StepFormat()
+STATE = {"w": np.ones(2)}
 
 
-def rules(
-    keep=(), keep_dataset=(), keep_items=None, metrics_from=None, items=("a", "b")
-):
-    return judge.Rules.of(
-        keep, keep_dataset, keep_items or {}, metrics_from, Items(items)
-    )
+def save(root, *steps, **options):
+    """Saves steps; returns those that the last save deleted."""
+    with flaxckpt.Checkpointer(root, **options) as ckpt:
+        return [ckpt.save(step, STATE).wait() for step in steps][-1].deleted_steps
 
 
-def save(root, *steps):
+def save_losses(root, *losses):
     with flaxckpt.Checkpointer(root) as ckpt:
-        for step in steps:
-            ckpt.save(step, {"w": np.ones(2)})
+        for step, loss in enumerate(losses, 1):
+            ckpt.save(step, STATE, metrics={"loss": loss})
+
+
+def prune(root, *keep, **options):
+    with flaxckpt.Checkpointer(root, keep=keep, **options) as ckpt:
+        return ckpt.prune()
+
+
+def steps_of(root):
+    return set(flaxckpt.Checkpointer(root, read_only=True).steps())
 
 
 # ---- rules ------------------------------------------------------------------------
@@ -53,97 +61,99 @@ def save(root, *steps):
         ({"keep": LatestN(1)}, "keep must be a list"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(options, told):
+def test_rules_that_make_no_sense_are_refused(tmp_path, options, told):
     with pytest.raises(errors.OptionError, match=told):
-        rules(**options)
+        flaxckpt.Checkpointer(tmp_path, items=("a", "b"), **options)
 
 
-def test_rules_without_policies_for_an_item_leave_it_alone():
-    latest = LatestN(1)
-    assert rules(keep_items={"a": [latest], "c": []}).keep_items == {"a": (latest,)}
-    assert rules(keep_dataset=[latest]).keep_items == {"dataset": (latest,)}
-    found = rules(keep_items={"dataset": [latest]}, keep=[latest])
-    assert (found.keep_items, found.keep) == ({"dataset": (latest,)}, (latest,))
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, [True, True, True]),
+        ({"keep_items": {"a": [LatestN(1)], "c": []}}, [False, True, True]),
+        ({"keep_dataset": [LatestN(1)]}, [True, True, False]),
+        ({"keep_items": {"dataset": [LatestN(1)]}}, [True, True, False]),
+    ],
+)
+def test_rules_without_policies_for_an_item_leave_it_alone(tmp_path, options, left):
+    with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), **options) as ckpt:
+        for step in (1, 2):
+            dataset = StepIndexed(lambda i: i)
+            ckpt.save(step, {"a": STATE, "b": STATE}, dataset=dataset)
+    names = ("a", "b", "dataset")
+    assert [(tmp_path / "1" / name).exists() for name in names] == left
+    assert [(tmp_path / "2" / name).exists() for name in names] == [True] * 3
 
 
 # ---- time -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
-def test_deletions_end_after_a_while_if_somebody_waits(monkeypatch, is_awaited):
-    clock = types.SimpleNamespace(now=100.0)
-    seams.replace(
-        monkeypatch,
-        "retention.time",
-        types.SimpleNamespace(monotonic=lambda: clock.now),
-    )
-    is_over = retention._deadline(lambda: is_awaited)
-    clock.now += 10.0
-    assert [is_over(), is_over()] == [False, False], "two are always allowed"
-    assert is_over() is is_awaited
-    clock.now = 101.9
-    assert not is_over()
+class Held(LatestN):
+    """A policy that decides when a test says so."""
+
+    may_decide = threading.Event()
+
+    def preserved(self, checkpoints):
+        assert self.may_decide.wait(60)
+        return super().preserved(checkpoints)
 
 
-def test_prune_has_all_the_time_and_a_save_that_is_awaited_has_not(
-    tmp_path, monkeypatch
+def save_held(root, step, *, awaited, meanwhile=lambda: None):
+    """Saves a step of a run that keeps two; each look at the clock takes 10 s."""
+    Held.may_decide.clear()
+    with flaxckpt.Checkpointer(root, keep=[Held(2)]) as ckpt:
+        handle = ckpt.save(step, STATE)
+        if awaited:
+            with pytest.raises(errors.CheckpointTimeoutError):
+                handle.wait(0.01)
+        meanwhile()
+        Held.may_decide.set()
+        while not awaited and not handle.done():
+            threading.Event().wait(0.01)
+        return handle.wait().deleted_steps
+
+
+def slow_clock(monkeypatch):
+    times = itertools.count(0, 10)
+    clock = types.SimpleNamespace(monotonic=lambda: next(times))
+    seams.replace(monkeypatch, "retention.time", clock)
+
+
+@pytest.mark.parametrize(
+    ("awaited", "deleted"), [(True, (1, 2)), (False, (1, 2, 3, 4, 5, 6))]
+)
+def test_deletions_end_after_a_while_if_somebody_waits(
+    tmp_path, monkeypatch, awaited, deleted
 ):
-    save(tmp_path, *range(1, 9))
-    times = iter(range(0, 10_000, 10))
-    seams.replace(
-        monkeypatch,
-        "retention.time",
-        types.SimpleNamespace(monotonic=lambda: next(times)),
-    )
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
-    some = found.delete_unkept(just_saved=8, is_awaited=lambda: True)
-    assert some == (1, 2)
-    assert found.delete_unkept() == (3, 4, 5, 6)
+    save(tmp_path, *range(1, 8))
+    slow_clock(monkeypatch)
+    assert save_held(tmp_path, 8, awaited=awaited) == deleted
+    assert prune(tmp_path, LatestN(2)) == tuple(range(deleted[-1] + 1, 7))
 
 
 def test_leftovers_are_swept_only_if_time_is_left(tmp_path, monkeypatch):
-    save(tmp_path, 1, 2, 3, 4)
+    save(tmp_path, 1, 2, 3)
+    slow_clock(monkeypatch)
     left = tmp_path / "9.orbax-checkpoint-tmp-deleted-0123abcd"
-    left.mkdir()
-    times = iter(range(0, 10_000, 10))
-    seams.replace(
-        monkeypatch,
-        "retention.time",
-        types.SimpleNamespace(monotonic=lambda: next(times)),
-    )
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(2)]))
-    assert found.delete_unkept(just_saved=4, is_awaited=lambda: True) == (1, 2)
+    assert save_held(tmp_path, 4, awaited=True, meanwhile=left.mkdir) == (1, 2)
     assert left.exists()
-    found.delete_unkept(just_saved=4, is_awaited=lambda: True)
+    left.rmdir()
+    assert save_held(tmp_path, 5, awaited=False, meanwhile=left.mkdir) == (3,)
     assert not left.exists()
 
 
 # ---- reasons ----------------------------------------------------------------------
 
 
-def test_steps_not_uploaded_stay_and_count_elsewhere(tmp_path):
-    save(tmp_path / "here", 1, 2)
-    save(tmp_path / "there", 2, 3, 4)
-    _steps.markers.mark_for_upload(tmp_path / "there" / "3")
-    _steps.markers.mark_for_upload(tmp_path / "there" / "4")
-    here, there = (
-        retention.Retention(tmp_path / name, PLAIN, rules([LatestN(2)]))
-        for name in ("here", "there")
-    )
-    assert there.explain()[3] == ["LatestN(2)", "not uploaded"]
-    assert [here.would_keep(step, there) for step in (1, 2, 3, 4, 5)] == [
-        *(False, False, True, True, False)
-    ]
-
-
 def test_explain_names_deleted_items_of_kept_steps(tmp_path):
-    save(tmp_path, 1, 2)
-    for step in ("1", "2"):
+    options = {"items": ("a", "b"), "keep": [LatestN(1)]}
+    with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
+        dataset = StepIndexed(lambda i: i)
+        ckpt.save(2, {"a": STATE, "b": STATE}, dataset=dataset)
         for item in ("dataset", "b"):
-            _steps.markers.mark_item_deleted(tmp_path / step, item)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    why = ["newest", "LatestN(1)", "item b deleted", "dataset state deleted"]
-    assert found.explain() == {1: [], 2: why}
+            ckpt.delete(2, item=item)
+        why = ["newest", "LatestN(1)", "item b deleted", "dataset state deleted"]
+        assert ckpt.explain() == {2: why}
 
 
 # ---- steps that another job replaces ----------------------------------------------
@@ -161,42 +171,43 @@ def branches(value):
     return {name: {"w": np.full(2, value)} for name in ("model", "ema")}
 
 
-def before(monkeypatch, module, name, action):
-    """Has `action` happen, once, just before a function of a module is called."""
-    real, waiting = getattr(module, name), [action]
+def before(monkeypatch, seam, action):
+    """Has `action` happen, once, on another thread before a function is called."""
+    real, waiting = seams.current(seam), [action]
 
     def call(path, *args, **options):
         if waiting:
-            waiting.pop()(path)
+            thread = threading.Thread(target=waiting.pop(), args=(path,))
+            thread.start()
+            thread.join()
         return real(path, *args, **options)
 
-    monkeypatch.setattr(module, name, call)
+    seams.replace(monkeypatch, seam, call)
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "function"),
+    ("kind", "function"),
     [
-        ("file", _steps.delete, "delete"),
-        ("file", _storage.leases, "deletion"),
-        ("file", _storage.rename, "withdraw"),
-        ("memory", _steps.delete, "delete"),
-        ("memory", _storage.locks, "lock"),
+        ("file", "delete.delete"),
+        ("file", "leases.deletion"),
+        ("file", "rename.withdraw"),
+        ("memory", "delete.delete"),
+        ("memory", "locks.lock"),
     ],
 )
 def test_a_step_that_another_job_replaces_after_the_decision_stays(
-    store_path, monkeypatch, caplog, kind, module, function
+    store_path, monkeypatch, caplog, kind, function
 ):
     caplog.set_level(logging.INFO, "flaxckpt")
     root = store_path(kind)
     save(root, 1, 2, 3)
-    found = retention.Retention(root, PLAIN, rules([LatestN(1)]))
-    before(monkeypatch, module, function, lambda *_: replace(root / "1"))
-    assert found.delete_unkept() == (2,)
+    before(monkeypatch, function, lambda _: replace(root / "1"))
+    assert prune(root, LatestN(1)) == (2,)
     assert f"step 1 stays for now: {root / '1'} is not deleted: it was just" in (
         caplog.text
     )
     assert flaxckpt.load(root / "1")["w"][0] == 9.0
-    assert found.delete_unkept() == (1,)
+    assert prune(root, LatestN(1)) == (1,)
 
 
 class OneInTen:
@@ -212,48 +223,45 @@ class OneInTen:
         return set(kept)
 
 
-@pytest.mark.parametrize("just_saved", [5, None])
-def test_a_whole_step_is_not_deleted_in_favour_of_two_damaged_ones(
-    tmp_path, just_saved
-):
-    save(tmp_path, 1, 2, 3, 4, 5)
+@pytest.mark.parametrize("is_save", [True, False])
+def test_a_whole_step_is_not_deleted_in_favour_of_two_damaged_ones(tmp_path, is_save):
+    save(tmp_path, 1, 2, 3, 4)
     for step in (2, 3):
         (tmp_path / f"{step}/state/manifest.ocdbt").unlink()
-    found = retention.Retention(tmp_path, PLAIN, rules([OneInTen()]))
-    assert found.delete_unkept(just_saved=just_saved) == ()
-    assert found.index.paths().keys() == {1, 2, 3, 4, 5}
+    if is_save:
+        assert save(tmp_path, 5, keep=[OneInTen()]) == ()
+    else:
+        save(tmp_path, 5)
+        assert prune(tmp_path, OneInTen()) == ()
+    assert steps_of(tmp_path) == {1, 2, 3, 4, 5}
 
 
 def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkeypatch):
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, {"w": np.ones(2)}, metrics={"loss": step + 1.0})
+    save_losses(tmp_path, 2.0, 3.0)
     before(
         monkeypatch,
-        retention.run_index,
-        "identify_save",
+        "run_index.identify_save",
         lambda path: replace(path, metrics={"loss": 0.5}),
     )
-    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
-    assert found.delete_unkept(just_saved=3) == ()
+    best = BestN(1, "loss", "min")
+    with flaxckpt.Checkpointer(tmp_path, keep=[best]) as ckpt:
+        saved = ckpt.save(3, STATE, metrics={"loss": 4.0}).wait()
+    assert saved.deleted_steps == ()
     assert flaxckpt.load(tmp_path / "2")["w"][0] == 9.0
-    assert found.delete_unkept() == (1,)
+    assert prune(tmp_path, best) == (1,)
 
 
 def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypatch):
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        for step in (1, 2, 3, 4):
-            ckpt.save(step, {"w": np.ones(2)}, metrics={"loss": float(-step)})
-    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
+    save_losses(tmp_path, -1.0, -2.0, -3.0, -4.0)
 
     def add_metrics(path):
         if path.name == "1":  # step 2 is to be deleted next
             with flaxckpt.Checkpointer(tmp_path) as ckpt:
                 ckpt.add_metrics(2, {"loss": -9.0})
 
-    before(monkeypatch, _steps.delete, "delete", add_metrics)
-    assert found.delete_unkept() == (1, 3)
-    assert found.index.paths().keys() == {2, 4}, "4 is the newest"
+    before(monkeypatch, "delete.delete", add_metrics)
+    assert prune(tmp_path, BestN(1, "loss", "min")) == (1, 3)
+    assert steps_of(tmp_path) == {2, 4}, "4 is the newest"
 
 
 @pytest.mark.parametrize(
@@ -268,31 +276,14 @@ def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypa
 def test_metrics_that_change_after_the_decision_count(
     tmp_path, monkeypatch, losses, step, loss, deleted
 ):
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        for number, each in enumerate(losses, 1):
-            ckpt.save(number, {"w": np.ones(2)}, metrics={"loss": each})
-    found = retention.Retention(tmp_path, PLAIN, rules([BestN(1, "loss", "min")]))
-    real, decisions = found._decide, []
+    save_losses(tmp_path, *losses)
 
-    def decide(just_saved):
-        decisions.append(real(just_saved))
-        if len(decisions) == 1:
-            with flaxckpt.Checkpointer(tmp_path) as ckpt:
-                ckpt.add_metrics(step, {"loss": loss})
-        return decisions[-1]
+    def add_metrics(*_):
+        with flaxckpt.Checkpointer(tmp_path) as ckpt:
+            ckpt.add_metrics(step, {"loss": loss})
 
-    monkeypatch.setattr(found, "_decide", decide)
-    assert found.delete_unkept() == deleted
-
-
-def test_all_steps_are_deleted_if_nobody_waits(tmp_path, monkeypatch):
-    save(tmp_path, 1, 2, 3, 4, 5)
-    seams.replace(monkeypatch, "retention.deleting_secs", -1.0)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    assert found.delete_unkept(is_awaited=lambda: True) == (1, 2)
-    assert found.delete_unkept() == (3, 4)
-    save(tmp_path, 6, 7, 8)
-    assert found.delete_unkept() == (5, 6, 7)
+    before(monkeypatch, "verify.check", add_metrics)  # of the newest step
+    assert prune(tmp_path, BestN(1, "loss", "min")) == deleted
 
 
 def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch):
@@ -304,13 +295,11 @@ def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch
         with flaxckpt.Checkpointer(tmp_path, items=("model", "ema")) as ckpt:
             ckpt.save(int(path.name), branches(9.0), on_exists="overwrite")
 
-    before(monkeypatch, _steps.delete, "delete_item", replace_items)
-    found = retention.Retention(
-        tmp_path, PLAIN, rules(keep_items={"ema": [LatestN(1)]}, items=("model", "ema"))
-    )
-    found.delete_unkept()
+    before(monkeypatch, "delete.delete_item", replace_items)
+    rules = {"keep_items": {"ema": [LatestN(1)]}, "items": ("model", "ema")}
+    prune(tmp_path, **rules)
     assert flaxckpt.load(tmp_path / "1")["ema"]["w"][0] == 9.0
-    found.delete_unkept()
+    prune(tmp_path, **rules)
     assert not (tmp_path / "1" / "ema").exists()
 
 
@@ -330,7 +319,7 @@ def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
 ):
     caplog.set_level(logging.INFO, "flaxckpt")
     save(tmp_path, 1, 2, 3)
-    real = _steps.delete.delete
+    real = seams.current("delete.delete")
 
     def delete(path, **options):
         if path.name == "1":
@@ -338,69 +327,72 @@ def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
         real(path, **options)
 
     seams.replace(monkeypatch, "delete.delete", delete)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    assert found.delete_unkept() == (2,)
+    assert prune(tmp_path, LatestN(1)) == (2,)
     [record] = [r for r in caplog.records if told in r.getMessage()]
     assert record.levelname == level
 
 
 class Failing:
+    """A policy that keeps the newest step, until it has decided `calls` times."""
+
+    def __init__(self, calls=0):
+        self.calls = calls
+
     def preserved(self, checkpoints):
-        raise ValueError("no idea")
+        self.calls -= 1
+        if self.calls < 0:
+            raise ValueError("no idea")
+        return {max(c.step for c in checkpoints)}
 
 
 def test_a_policy_that_fails_deletes_nothing(tmp_path, caplog):
-    save(tmp_path, 1, 2)
-    found = retention.Retention(tmp_path, PLAIN, rules([Failing()]))
-    assert found.delete_unkept(just_saved=2) == ()
+    save(tmp_path, 1)
+    assert save(tmp_path, 2, keep=[Failing()]) == ()
     assert "nothing is deleted after step 2: no idea" in caplog.text
     with pytest.raises(ValueError, match="no idea"):
-        found.delete_unkept()
-    assert found.index.paths().keys() == {1, 2}
+        prune(tmp_path, Failing())
+    assert steps_of(tmp_path) == {1, 2}
 
 
 @pytest.mark.parametrize(("changed", "deleted"), [(1, ()), (2, (1,))])
 def test_a_policy_that_fails_later_deletes_no_more(
     tmp_path, monkeypatch, caplog, changed, deleted
 ):
-    save(tmp_path, 1, 2, 3, 4)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    real, decisions = found._decide, []
+    save(tmp_path, 1, 2, 3)
+    real = seams.current("run_step.is_outdated")
+    looked = []
 
-    def decide(just_saved):
-        decisions.append(just_saved)
-        if len(decisions) == 2:
-            raise ValueError("no idea")
-        return real(just_saved)
+    def is_outdated(step):
+        looked.append(step.step)
+        return looked.count(changed) == 2 if step.step == changed else real(step)
 
-    monkeypatch.setattr(found, "_decide", decide)
-    monkeypatch.setattr(found, "_is_outdated", lambda decision, step: step == changed)
-    assert found.delete_unkept(just_saved=4) == deleted
+    seams.replace(monkeypatch, "run_step.is_outdated", is_outdated)
+    assert save(tmp_path, 4, keep=[Failing(calls=1)]) == deleted
     assert "no more steps are deleted: no idea" in caplog.text
-    assert found.index.paths().keys() == {1, 2, 3, 4} - {*deleted}
+    assert steps_of(tmp_path) == {1, 2, 3, 4} - {*deleted}
 
 
 def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    monkeypatch.setattr(found, "_is_outdated", lambda decision, step: True)
-    assert found.delete_unkept() == (1, 2)
+
+    def is_outdated(step):
+        return step.step == 3
+
+    seams.replace(monkeypatch, "run_step.is_outdated", is_outdated)
+    assert prune(tmp_path, LatestN(1)) == (1, 2)
 
 
 def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
-    state = {"w": np.ones(2)}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, state, metrics={"loss": 1.0}, temporary=True).wait()
+        checkpointer.save(1, STATE, metrics={"loss": 1.0}, temporary=True).wait()
         assert checkpointer.best_step("loss", "min") == 1  # reads them
         checkpointer.add_metrics(1, {"loss": 2.0})
-        assert checkpointer.save(2, state).wait().deleted_steps == (1,)
+        assert checkpointer.save(2, STATE).wait().deleted_steps == (1,)
 
 
 def test_warns_of_each_metric_that_no_step_has(tmp_path, caplog):
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1, {"w": np.ones(2)}, metrics={"loss": 1.0})
-    keep = [BestN(1, name, "min") for name in ("loss", "los", "loess")]
-    retention.Retention(tmp_path, PLAIN, rules(keep)).delete_unkept()
+    save_losses(tmp_path, 1.0)
+    prune(tmp_path, *(BestN(1, name, "min") for name in ("loss", "los", "loess")))
     told = [
         name for name in ("loss", "los", "loess") if f"metric {name!r}" in caplog.text
     ]
@@ -408,17 +400,14 @@ def test_warns_of_each_metric_that_no_step_has(tmp_path, caplog):
 
 
 def test_the_step_just_saved_stays_this_time(tmp_path):
-    save(tmp_path, 1, 2, 3)
-    found = retention.Retention(tmp_path, PLAIN, rules([LatestN(1)]))
-    assert found.delete_unkept(just_saved=1) == (2,)
-    assert found.delete_unkept() == (1,)
+    save(tmp_path, 2, 3)
+    assert save(tmp_path, 1, keep=[LatestN(1)]) == (2,)
+    assert prune(tmp_path, LatestN(1)) == (1,)
 
 
 def test_warns_of_unknown_items_once(tmp_path, caplog):
-    save(tmp_path, 1)
-    found = retention.Retention(
-        tmp_path, PLAIN, rules(keep_items={"c": [LatestN(1)], "state": [LatestN(1)]})
-    )
-    for _ in range(2):
-        found.delete_unkept()
+    rules = {"c": [LatestN(1)], "b": [LatestN(1)]}
+    with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), keep_items=rules) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": STATE, "b": STATE})
     assert caplog.text.count("policies for 'c', but no step of") == 1
