@@ -423,7 +423,7 @@ class _Planner:
         if known is not None and self._options.optimizer == "reinit":
             if path.startswith(self._can_init):
                 self._builder.as_asked.add(path)
-            self._start_afresh(leaf, known)
+            self._initialize(leaf, known)
             return
         branches = self._damaged_branches
         if branches and (damaged := self._damaged_items(branches, path, candidates)):
@@ -444,7 +444,7 @@ class _Planner:
             lacking = Mismatch(path, str(leaf.info), f"nothing: {why}", "missing")
             self._conflict(lacking, leaf.info, None, ())
         else:
-            self._start_afresh(leaf, known)
+            self._initialize(leaf, known)
 
     def _damaged_items(
         self,
@@ -501,7 +501,7 @@ class _Planner:
         problem = find_misfit(wanted, source.info)
         if problem and source.fn is not None and path in self._facts:
             # A transform replaced the optimizer leaf, such as by a placeholder.
-            self._start_afresh(leaf, self._facts[path])
+            self._initialize(leaf, self._facts[path])
             return
         if problem := problem or find_unreadable(wanted, source):
             self._conflict(problem, wanted, source.info, (source_path,))
@@ -521,7 +521,7 @@ class _Planner:
             and wanted.info.dtype == found.info.dtype
         )
 
-    def _start_afresh(
+    def _initialize(
         self, leaf: Leaf, known: _state.optimizer_roles.LeafFacts | None
     ) -> None:
         """Plans a leaf without a stored leaf: the state's value, or `tx.init`."""
