@@ -115,9 +115,9 @@ CASES = {
         lambda x: {"others": np.moveaxis(x, 0, -1)},
     ),
     "reshape, to a shape": Case(
-        reshape("params/shaped", (2, -1), from_shape=(6,)),
-        {"shaped": (6,)},
-        lambda x: {"shaped": x.reshape(2, 3)},
+        reshape("params/shaped", (2, -1), from_shape=(3, 4)),
+        {"shaped": (3, 4)},
+        lambda x: {"shaped": x.reshape(2, 6)},
     ),
     "permute": Case(
         permute("params/p", [6, 0, 5, 1, 4, 2, 3]),
@@ -128,6 +128,11 @@ CASES = {
         permute("params/rows", [3, 2, 1, 0], axis=-1),
         {"rows": (2, 4)},
         lambda x: {"rows": x[:, ::-1]},
+    ),
+    "permute, of three axes": Case(
+        permute("params/middle", [1, 2, 0], axis=1),
+        {"middle": (4, 3, 2)},
+        lambda x: {"middle": x[:, [1, 2, 0]]},
     ),
     "offset": Case(
         offset("params/added", -1.0),
@@ -144,24 +149,24 @@ CASES = {
     ),
     "stack": Case(
         stack(r"params/l_(\d)", "params/l"),
-        {f"l_{i}": (2, 3) for i in range(4)},
+        {f"l_{i}": (5, 6) for i in range(4)},
         lambda *xs: {"l": np.stack(xs)},
     ),
     "stack, some": Case(
         stack(r"params/n_(?P<i>\d)", "params/n", axis=-1, start=1, stride=2, stop=5),
-        {f"n_{i}": (2, 3) for i in range(5)},
+        {f"n_{i}": (3, 4) for i in range(5)},
         lambda *xs: (
             {"n": np.stack(xs[1::2], -1)} | {f"n_{i}": xs[i] for i in (0, 2, 4)}
         ),
     ),
     "unstack": Case(
         unstack("params/all", "params/all_{i}", axis=1),
-        {"all": (2, 3)},
+        {"all": (4, 3, 5)},
         lambda x: {f"all_{i}": x[:, i] for i in range(3)},
     ),
     "unstack, some": Case(
         unstack("params/some", "params/some_{i}", start=2, stride=3, stop=9),
-        {"some": (3, 2, 4)},
+        {"some": (3, 4, 5)},
         lambda x: {f"some_{i}": x[n] for n, i in enumerate((2, 5, 8))},
     ),
     "split": Case(

@@ -87,25 +87,6 @@ def test_factored_moments_follow_forms_that_only_transpose():
     assert not [p for p in joined if "v_row" in p or "v_col" in p]
 
 
-@pytest.mark.parametrize("tx", [FACTORED, optax.sm3(1e-3)], ids=["adafactor", "sm3"])
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_factored_moments_follow_permuted_entries(axis, tx):
-    """The factored moments of permuted gradients are the permuted moments."""
-    grads = {"w": jax.random.normal(jax.random.key(1), (8, 24))}
-    order = list(reversed(range(grads["w"].shape[axis])))
-    moved = {"w": jnp.take(grads["w"], jnp.array(order), axis)}
-
-    def trained(grads):
-        own = {"w": jnp.ones((8, 24))}
-        state = {"params": own, "opt_state": tx.init(own)}
-        state["opt_state"] = tx.update(grads, state["opt_state"], own)[1]
-        return state
-
-    found = transformed([permute("params/w", order, axis)], trained(grads))
-    for path, value in table_of(trained(moved)).items():
-        np.testing.assert_allclose(value, found[path], rtol=1e-6, err_msg=path)
-
-
 @pytest.mark.parametrize(
     "change",
     [

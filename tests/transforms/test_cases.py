@@ -69,6 +69,30 @@ def test_values_and_moments_change(name, kind):
 SLOTS = ("params", "mu", "nu")
 
 
+FACTORING = optax.adafactor(1e-3, min_dim_size_to_factor=2), optax.sm3(1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_factored_moments_that_follow_are_those_of_the_new_gradients(name):
+    case, random = CASES[name], np.random.default_rng(0)
+    grads = {
+        leaf: random.standard_normal(shape).astype(np.float32)
+        for leaf, shape in case.leaves.items()
+    }
+
+    @jax.jit
+    def trained(grads):
+        own = jax.tree.map(jnp.ones_like, grads)
+        moments = [tx.update(grads, tx.init(own), own)[1] for tx in FACTORING]
+        return {"params": own, "moments": moments}
+
+    found = transformed([case.change], trained(grads))
+    new_grads = (case.moments or case.effect)(*grads.values())
+    for path, value in table_of(trained(new_grads)).items():
+        if path.startswith("moments/") and path in found:
+            np.testing.assert_allclose(value, found[path], rtol=1e-6, err_msg=path)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_inverse_gives_all_back_or_is_refused(name):
     state = state_for([name])
