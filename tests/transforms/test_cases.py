@@ -148,8 +148,10 @@ def test_a_transform_reads_as_the_call_that_makes_it(change):
         assert str(again) == str(change)
 
 
-def test_the_table_has_all_transforms():
+def test_the_table_has_all_transforms_on_leaves_of_their_own():
     assert {*map(name_of, ALL)} | UNNAMED == {*transforms.__all__}
+    leaves = [leaf for case in CASES.values() for leaf in case.leaves]
+    assert len(leaves) == len({*leaves})
 
 
 @pytest.mark.parametrize(("changes", "says"), MISFITS)
