@@ -1,4 +1,7 @@
-"""Functions that keep, add or remove whole axes, and the same functions of moments."""
+"""Functions that keep, add or remove whole axes, and the same functions of moments.
+
+Those of one transform are beside it.
+"""
 
 from __future__ import annotations
 
@@ -56,79 +59,7 @@ class Transposed(AxisMap):
         return [axis % ndim for axis in self.order]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stacked(AxisMap):
-    """Stacks arrays along a new axis."""
-
-    axis: int
-
-    def __call__(self, *values: jax.Array) -> jax.Array:
-        check_types(values)
-        return jnp.stack(values, self.axis)
-
-    def origins(self, ndim: int) -> Origins:
-        at = self.axis % (ndim + 1)
-        return [*range(at), None, *range(at, ndim)]
-
-    def on(self, axes: Origins, ndim: int) -> AxisMap:
-        before = self.origins(ndim)[: self.axis % (ndim + 1)]
-        return Stacked(sum(axis in before for axis in axes))
-
-
-@dataclasses.dataclass(frozen=True)
-class Taken(AxisMap):
-    """Takes the array of a number along an axis."""
-
-    axis: int
-    number: int
-
-    def __call__(self, *values: jax.Array) -> jax.Array:
-        return jax.lax.index_in_dim(values[0], self.number, self.axis, keepdims=False)
-
-    def origins(self, ndim: int) -> Origins:
-        return [axis for axis in range(ndim) if axis != self.axis % ndim]
-
-    def on(self, axes: Origins, ndim: int) -> AxisMap:
-        return Taken(axes.index(self.axis % ndim), self.number)
-
-
-@dataclasses.dataclass(frozen=True)
-class Permuted(AxisMap):
-    """Puts the entries along an axis in another order: new entry -> old entry."""
-
-    order: tuple[int, ...]
-    axis: int
-
-    def __call__(self, *values: jax.Array) -> jax.Array:
-        [x] = values
-        check_axis(x, self.axis)
-        size = x.shape[self.axis]
-        if size != len(self.order):
-            raise ValueError(
-                f"axis {self.axis} has {size} entries, but the order has"
-                f" {len(self.order)}"
-            )
-        return jnp.take(x, jnp.asarray(self.order, jnp.int32), axis=self.axis)
-
-    def origins(self, ndim: int) -> Origins:
-        return range(ndim)
-
-    def on(self, axes: Origins, ndim: int) -> AxisMap:
-        if self.axis % ndim not in axes:
-            return super().on(axes, ndim)
-        return Permuted(self.order, axes.index(self.axis % ndim))
-
-
 def check_axis(x: jax.Array, axis: int) -> None:
     """Raises ValueError if an array lacks an axis."""
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"it has no axis {axis}")
-
-
-def check_types(values: Sequence[jax.Array]) -> None:
-    """Raises ValueError if the parts of a leaf have several types."""
-    types = sorted({str(value.dtype) for value in values})
-    if len(types) > 1:
-        raise ValueError(
-            f"the parts have different types, {', '.join(types)}: cast them first"
-        )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flaxckpt import _util, errors
 from flaxckpt._state.leaf import LeafTable
 from flaxckpt._transforms import base
-from flaxckpt._transforms.axis_maps import Stacked, Taken, check_axis, check_types
+from flaxckpt._transforms.axis_maps import AxisMap, Origins, check_axis
 from flaxckpt._transforms.base import TableTransform, Transform
 from flaxckpt._transforms.patterns import (
     INDEX,
@@ -65,6 +65,15 @@ def _join(
         LeafRow([found[i] for i in sorted(found)], [(new, fn)])
         for new, found in wholes.items()
     ]
+
+
+def _check_types(values: Sequence[jax.Array]) -> None:
+    """Raises ValueError if the parts of a leaf have several types."""
+    types = sorted({str(value.dtype) for value in values})
+    if len(types) > 1:
+        raise ValueError(
+            f"the parts have different types, {', '.join(types)}: cast them first"
+        )
 
 
 # ---- along an existing axis ---------------------------------------------------------
@@ -140,7 +149,7 @@ class _Concatenation:
     sizes: tuple[int, ...] | None
 
     def __call__(self, *values: jax.Array) -> jax.Array:
-        check_types(values)
+        _check_types(values)
         for value in values:
             check_axis(value, self.axis)
         sizes = tuple(value.shape[self.axis] for value in values)
@@ -338,7 +347,7 @@ def stack(
             )
         # Leaves of the same layers: their numbers are those of the layers.
         return _join(
-            parts, lambda new: numbers.up_to(ends[stacks[new]]), Stacked(axis), name
+            parts, lambda new: numbers.up_to(ends[stacks[new]]), _Stacked(axis), name
         )
 
     def undo() -> Transform:
@@ -346,6 +355,25 @@ def stack(
         return unstack(*inverted, axis=axis, start=start, stride=stride, stop=stop)
 
     return RowTransform(name, find, undo)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stacked(AxisMap):
+    """Stacks arrays along a new axis."""
+
+    axis: int
+
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        _check_types(values)
+        return jnp.stack(values, self.axis)
+
+    def origins(self, ndim: int) -> Origins:
+        at = self.axis % (ndim + 1)
+        return [*range(at), None, *range(at, ndim)]
+
+    def on(self, axes: Origins, ndim: int) -> AxisMap:
+        before = self.origins(ndim)[: self.axis % (ndim + 1)]
+        return _Stacked(sum(axis in before for axis in axes))
 
 
 def unstack(
@@ -401,7 +429,7 @@ def unstack(
                 )
             templates = (replacement.replace(INDEX, str(i)) for i in listed)
             new = [
-                (expand(match, template), Taken(axis, row))
+                (expand(match, template), _Taken(axis, row))
                 for row, template in enumerate(templates)
             ]
             rows.append(LeafRow([path], new))
@@ -416,3 +444,20 @@ def unstack(
         return stack(*inverted, axis=axis, start=start, stride=stride, stop=stop)
 
     return RowTransform(name, find, undo)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken(AxisMap):
+    """Takes the array of a number along an axis."""
+
+    axis: int
+    number: int
+
+    def __call__(self, *values: jax.Array) -> jax.Array:
+        return jax.lax.index_in_dim(values[0], self.number, self.axis, keepdims=False)
+
+    def origins(self, ndim: int) -> Origins:
+        return [axis for axis in range(ndim) if axis != self.axis % ndim]
+
+    def on(self, axes: Origins, ndim: int) -> AxisMap:
+        return _Taken(axes.index(self.axis % ndim), self.number)
