@@ -127,7 +127,8 @@ def in_place(
 ) -> RowTransform:
     """Returns the transform that changes each matching leaf, and keeps its path.
 
-    `fn_of` returns the function of the leaf at a path.
+    `name` is its call, from `base.call`. `fn_of` returns the function of the leaf at a
+    path. The moments follow as `LeafRow` says.
     """
     compiled = compile_pattern(pattern)
 
