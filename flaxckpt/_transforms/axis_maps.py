@@ -20,7 +20,7 @@ class AxisMap(abc.ABC):
     """A function from the values of parameters to that of a new parameter.
 
     It is hashable, as it is compiled once. Write `on`, too, if it changes more than the
-    order of axes: factored moments are mapped by it.
+    order of axes: factored moments are mapped by it. `AlongAxis` has it.
     """
 
     @abc.abstractmethod
@@ -57,6 +57,21 @@ class Transposed(AxisMap):
         if self.order is None:
             return range(ndim)[::-1]
         return [axis % ndim for axis in self.order]
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongAxis(AxisMap):
+    """Moves the entries along an axis; all axes stay."""
+
+    axis: int
+
+    def origins(self, ndim: int) -> Origins:
+        return range(ndim)
+
+    def on(self, axes: Origins, ndim: int) -> AxisMap:
+        if self.axis % ndim not in axes:
+            return super().on(axes, ndim)
+        return dataclasses.replace(self, axis=axes.index(self.axis % ndim))
 
 
 def check_axis(x: jax.Array, axis: int) -> None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flaxckpt import _util, errors
 from flaxckpt._transforms import base
 from flaxckpt._transforms.axis_form import Form
-from flaxckpt._transforms.axis_maps import AxisMap, Origins, Transposed, check_axis
+from flaxckpt._transforms.axis_maps import AlongAxis, Transposed, check_axis
 from flaxckpt._transforms.base import TableTransform, Transform
 from flaxckpt._transforms.patterns import compile_pattern
 from flaxckpt._transforms.rows import in_place
@@ -185,15 +185,14 @@ def permute(pattern: str, order: Sequence[int], axis: int = 0) -> TableTransform
         return permute(pattern, [back[i] for i in range(len(entries))], axis)
 
     name = base.call("permute", pattern, list(entries), axis=axis or None)
-    return in_place(name, pattern, lambda _: _Permuted(entries, axis), undo)
+    return in_place(name, pattern, lambda _: _Permuted(axis, entries), undo)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Permuted(AxisMap):
+class _Permuted(AlongAxis):
     """Puts the entries along an axis in another order: new entry -> old entry."""
 
     order: tuple[int, ...]
-    axis: int
 
     def __call__(self, *values: jax.Array) -> jax.Array:
         [x] = values
@@ -205,11 +204,3 @@ class _Permuted(AxisMap):
                 f" {len(self.order)}"
             )
         return jnp.take(x, jnp.asarray(self.order, jnp.int32), axis=self.axis)
-
-    def origins(self, ndim: int) -> Origins:
-        return range(ndim)
-
-    def on(self, axes: Origins, ndim: int) -> AxisMap:
-        if self.axis % ndim not in axes:
-            return super().on(axes, ndim)
-        return _Permuted(self.order, axes.index(self.axis % ndim))
