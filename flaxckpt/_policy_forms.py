@@ -3,6 +3,8 @@
 A policy is registered where it is defined, and all else follows from its fields: the
 policy `BestN(1, "loss", "min")` is `{best = 1, metric = "loss", mode = "min"}` in a
 file, and `best:1:loss:min` as an option.
+
+The type of a field says how it is parsed: an `int` is at least 1, a `float` is seconds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _PARSERS: Mapping[Any, Parser] = {
     str: _parsing.text,
     Collection[int]: _parsing.steps,
 }
-"""Type of a policy's field -> its parser."""
+"""Type of a policy's field -> its parser; each `float` is seconds."""
 
 
 def _parser(field_type: Any) -> Parser:
