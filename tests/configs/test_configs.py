@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import _policy_forms, configs, errors
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
@@ -143,11 +143,8 @@ def test_every_field_of_a_layout_is_an_option():
 
 
 def test_each_policy_has_a_name_in_files():
-    keep = [
-        *(BestN(1, "loss", "min"), EveryNSecs(60.0), EveryNSteps(10)),
-        *(EveryNStepsClosest(10), ExponentialSteps(100, 3), LatestDuration(60.0)),
-        *(LatestN(1), OnSteps([1]), WithoutMetric("loss")),
-    ]
+    examples = [form.example for form in _policy_forms.FORMS.values()]
+    keep = [configs.parse_option("keep[0]", example) for example in examples]
     written = CheckpointConfig(keep=keep).to_mapping()["keep"]
     assert list(CheckpointConfig.from_mapping({"keep": written}).keep) == keep
     assert {*map(type, keep)} == {
