@@ -138,20 +138,16 @@ def _layers(report: Report) -> Content:
     return {
         "count": len(histories),
         "saves": len({step for leaf in histories for step in leaf.norms}),
-        "bad": sum(map(_is_bad, histories)),
+        "bad": sum(bool(leaf.nonfinite_steps) for leaf in histories),
         "rows": [_leaf_row(leaf) for leaf in histories[:_MOST_HISTORIES]],
     }
-
-
-def _is_bad(leaf: LeafHistory) -> bool:
-    return bool(leaf.nonfinite) or not all(map(math.isfinite, leaf.norms.values()))
 
 
 def _leaf_row(leaf: LeafHistory) -> Content:
     first, *_, last = [*leaf.norms.values(), *leaf.norms.values()]
     growth = last / first if first else math.nan
     finite = growth if math.isfinite(growth) else None
-    return {"leaf": leaf, "last": last, "growth": finite, "is_bad": _is_bad(leaf)}
+    return {"leaf": leaf, "last": last, "growth": finite}
 
 
 def _steps(report: Report, most: int | None) -> Content:

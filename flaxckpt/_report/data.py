@@ -220,6 +220,11 @@ class LeafHistory(NamedTuple):
     nonfinite: int
     histograms: Mapping[int, Histogram]
 
+    @property
+    def nonfinite_steps(self) -> Sequence[int]:
+        """The steps at which a value in the sample was not finite."""
+        return [n for n, norm in self.norms.items() if not math.isfinite(norm)]
+
 
 class Position(NamedTuple):
     """The positions of the dataset iterators at a step.

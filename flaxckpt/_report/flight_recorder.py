@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from flaxckpt import errors
@@ -248,11 +248,16 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
 def find_jump(report: Report) -> tuple[str, int] | None:
     """Returns the layer whose norm first more than doubled at a save, and the step.
 
-    Of several, the one that changed most; None without such a layer, or statistics.
+    None without such a layer, or statistics.
     """
+    return _find_first(group_layers(report))
+
+
+def _find_first(groups: Mapping[str, Sequence[LeafHistory]]) -> tuple[str, int] | None:
+    """Returns the group of leaves that jumped first; of several, by most."""
     jumps = [
         (step, -change, name)
-        for name, leaves in group_layers(report).items()
+        for name, leaves in groups.items()
         for step, change in find_changes(leaves).items()
         if change > 1.0
     ]
@@ -260,18 +265,30 @@ def find_jump(report: Report) -> tuple[str, int] | None:
     return (name, step) if jumps else None
 
 
-def find_most_changed(leaves: Sequence[LeafHistory]) -> str | None:
-    """Returns the leaf whose norm changed most at the last save; None if unknown.
+def choose_leaf(report: Report) -> tuple[str, str] | None:
+    """Returns the leaf to look at first, and what it did; None if unknown.
 
-    The parameters come first: a leaf of the optimizer is returned only without them.
+    The first leaf with a value that is not finite, else the one that jumped first in a
+    run that diverged, else the one whose norm changed most at the last save. A leaf of
+    the optimizer is returned only without parameters.
     """
-    known = [leaf for leaf in leaves if len(leaf.norms) > 1 and leaf.kind != "other"]
-
-    def rank(leaf: LeafHistory) -> tuple[bool, float]:
-        return leaf.kind == "layer", [*find_changes([leaf]).values()][-1]
-
-    most = max(known, key=rank, default=None)
-    return None if most is None else most.path
+    several = [leaf for leaf in report.leaf_histories if len(leaf.norms) > 1]
+    known = [leaf for leaf in several if leaf.kind == "layer"]
+    known = known or [leaf for leaf in several if leaf.kind == "optimizer"]
+    lost = {leaf.path: n for leaf in known for n in leaf.nonfinite_steps[:1]}
+    if lost:
+        at = min(lost.values())
+        first = {leaf.path: [leaf] for leaf in known if lost.get(leaf.path) == at}
+        path, jumped = _find_first(first) or (next(iter(first)), at)
+        why = f"jumped at step {jumped:,}, and " if jumped < at else ""
+        before = ", before the others" if len(first) < len(known) else ""
+        return path, f"{why}became non-finite at step {at:,}{before}"
+    jump = _find_first({leaf.path: [leaf] for leaf in known})
+    if jump is not None and find_divergence(report) is not None:
+        return jump[0], f"jumped first, at step {jump[1]:,}"
+    changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
+    most = max(changes, key=changes.__getitem__, default=None)
+    return None if most is None else (most, "changed most at the last save")
 
 
 # ---- actions ----------------------------------------------------------------------

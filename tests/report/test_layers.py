@@ -95,7 +95,8 @@ def test_layers_are_those_of_the_model_in_any_state(tmp_path, states, layers, ju
     layer, leaf = jumped
     assert sorted(charts_of(_report.page(found))["layers"]["names"]) == layers
     assert _report.flight_recorder.find_jump(found) == (layer, 2)
-    assert _report.flight_recorder.find_most_changed(found.leaf_histories) == leaf
+    notable = (leaf, "changed most at the last save")
+    assert _report.flight_recorder.choose_leaf(found) == notable
 
 
 def test_a_leaf_that_a_short_save_did_not_sample_is_no_change():

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from math import inf, nan
 from typing import NamedTuple
 from urllib import parse
 
@@ -145,6 +146,40 @@ def test_the_tree_is_open_around_the_leaf_of_an_address(tmp_path, open_page):
         links = re.findall('<a [^>]*?(aria-current)?(?:="true")?>(.*?)</a>', markup)
         assert {name for _, name in links} == shown
         assert [name for current, name in links if current] == ["w"] * bool(asked)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "loss", "said"),
+    [
+        ([1, 1.1, 1.2], [1, 1.1, 1.9], [1, 1, 1], "b changed most at the last save."),
+        ([1, 1.1, 1.2], [1, 3, 3], [1, 1, nan], "b jumped first, at step 2."),
+        ([1, 1, nan], [1, 2, inf], [1, 1, nan], "a became non-finite at step 3."),
+        (
+            [1, nan, nan],
+            [1, 9, nan],
+            [1, 1, 1],
+            "a became non-finite at step 2, before the others.",
+        ),
+        (
+            [1, 1, nan],
+            [1, 9, nan],
+            [1, 1, nan],
+            "b jumped at step 2, and became non-finite at step 3.",
+        ),
+    ],
+)
+def test_leaves_open_on_the_one_to_look_at_first(tmp_path, open_page, a, b, loss, said):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step in range(3):
+            state = {"a": np.full(4, 1.0 * a[step]), "b": np.full(4, 1.0 * b[step])}
+            on_step(step + 1, state, metrics={"loss": loss[step]})
+    shown = ask(leaves.page, open_page(tmp_path / "run"), run="run")
+    [note, *_] = re.findall('<p class="note">(.*?)</p>', shown)
+    assert note == said
+    assert f'hx-get="/leaves/leaf?run=run&amp;step=3&amp;leaf={said[0]}"' in shown
 
 
 def test_a_wide_container_comes_in_parts(tmp_path, open_page):

@@ -25,15 +25,14 @@ _MOST_BYTES = 2**31
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page on the leaves of the `step` of a `run`, or on one `leaf`.
 
-    By default, the leaf is the one that changed most at the last save, if statistics
-    tell it.
+    By default, the leaf is the one that statistics make notable, with the reason.
     """
     place = workspace.places.find(query.text("run"))
     report, step = workspace.report(place), query.number("step")
     if step is None:
         step = max(report.usable, default=None)
-    most_changed = flight_recorder.find_most_changed(report.leaf_histories)
-    values = {**_LIMITS, "leaf": query.text("leaf") or most_changed or ""}
+    notable, why = flight_recorder.choose_leaf(report) or ("", "")
+    values = {**_LIMITS, "leaf": query.text("leaf") or notable}
     return frame.render(
         "ui/leaves.html",
         workspace,
@@ -41,7 +40,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         run=place.name,
         step=step,
         report=report,
-        most_changed=most_changed,
+        why=why if values["leaf"] == notable else "",
         opened=workspace.opened.find(place, step),
         **values,
     )
