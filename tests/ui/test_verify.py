@@ -95,7 +95,7 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
     for name, why in truth.problems.items():
         assert f'data-place="{truth.places.get(name, name)}"' in shown
         assert why in shown
-    assert truth.summary in shown
+    assert f"1 file is at fault; {truth.summary}</summary>" in shown
     assert "One damaged step, newest good 3 (damaged: 2)" in ask(
         overview.page, space, run="run"
     )
@@ -105,6 +105,8 @@ def test_a_file_that_cannot_be_opened_is_damage_as_well(run, open_page):
     (run / "3" / "flaxckpt.json").write_text("{")
     shown = verified(open_page(run), run="run", step=3)
     assert "Step 3 of run is damaged" in shown
+    assert "no leaf can be read: " in shown
+    assert "at fault" not in shown
 
 
 def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Final, Literal, TypeAlias
 
-from flaxckpt import errors
+from flaxckpt import _checkpoint, errors
 from flaxckpt._report import content, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
@@ -162,16 +162,14 @@ def _is_about(
 
 
 def _list_faults(result: Result) -> Content:
-    """Returns the faults of a step, by file; the rest of their places are the rows."""
-    files: dict[str, list[tuple[str, str, str]]] = {}
-    for place, why in result.faults:
-        file, _, rest = place.partition(" -> ")
-        files.setdefault(file, []).append((place, rest or file, why))
+    """Returns the faults of a step: place, its file, the values in it, and why."""
+    rows = [(place, *place.partition(" -> ")[::2], why) for place, why in result.faults]
+    files = {file for _, file, *_ in rows if file != _checkpoint.verify_report.HERE}
     return {
         "step": result.step.step,
-        "what": result.summary or result.integrity.detail,
-        "files": files,
-        "shown": len(result.faults),
+        "files": len(files),
+        "what": (files and result.summary) or result.integrity.detail,
+        "rows": rows,
         "more": result.more_faults,
     }
 
