@@ -245,6 +245,7 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     names = [name for name in layers if name in shown]
     ridges = [leaf for name in names for leaf in layers[name]]
     return {
+        "first": steps[0],
         "x": [column[-1] for column in columns],
         "names": [*map(errors.printable, names)],
         "cells": [

@@ -52,11 +52,16 @@ def judge(report: Report) -> RunVerdict:
     best = _find_best(report)
     if best is not None:
         what, name, point = best
-        found.append(f"{what} {point.value:.4g} at step {point.step:,} ({name})")
+        found.append(f"{what} {point.value:.4g} at step {point.step:,} ({_name(name)})")
     text = ", ".join(found[:1] if state == "bad" else found)
     if state == "bad" and len(found) > 1:
         text += "; " + "; ".join(found[1:])
     return RunVerdict(state, f"{text[:1].upper()}{text[1:]}.")
+
+
+def _name(name: str) -> str:
+    """Returns the name of a metric or a layer, as a sentence has room for it."""
+    return errors.printable(name if len(name) <= 60 else f"{name[:59]}…")
 
 
 def find_resumes(report: Report) -> list[Resume]:
@@ -112,7 +117,7 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     value = "NaN" if math.isnan(found.value) else "infinite"
     text = f"diverged at {found.step:,}: {value} since"
     if found.metric != next(iter(report.metrics)):
-        text += f" in {found.metric}"
+        text += f" in {_name(found.metric)}"
     if found.last_finite is None:
         return f"{text}; no step has a finite value"
     is_kept = "is kept" if found.is_kept else "was deleted"
@@ -120,7 +125,7 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
     if (jump := find_jump(report)) is not None:
-        text += f"; {errors.printable(jump[0])} jumped first, at {jump[1]:,}"
+        text += f"; {_name(jump[0])} jumped first, at {jump[1]:,}"
     return text
 
 

@@ -372,6 +372,11 @@ def test_a_run_that_diverged_says_where_and_how_to_go_on(show, diverged):  # noq
 def test_the_layer_that_diverged_first_is_seen_and_unfolded(show, diverged):  # noqa: F811
     opened = show(diverged)
     assert opened.texts(".layer") == ["params/a", "params/b"]
+    axis = opened.page.locator(".drawn.layers > canvas")
+    assert axis.get_attribute("aria-label") == "Steps"
+    # A cell is where the track has its step, and reaches there from the save before.
+    point_at(opened, "[data-layer='params/b'] canvas", 0.22)
+    assert tip(opened).startswith("params/b, step 20\n")
     point_at(opened, "[data-layer='params/b'] canvas", 0.3)
     assert tip(opened).startswith("params/b, step 30\nthe norm changed by 1000 % or")
     point_at(opened, "[data-layer='params/b'] canvas", 0.5)

@@ -53,6 +53,8 @@ def test_a_hundred_runs_are_a_page(browser, served, width):  # noqa: F811
     expect(tip).to_be_visible()
     assert tip.bounding_box()["height"] < 900, "it fits the window"
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    button = page.locator(f"button[data-series={'b' * 250}]")
+    assert button.bounding_box()["height"] < 40, "a long name takes one line"
     assert found.is_quiet, found.messages
     found.context.close()
 

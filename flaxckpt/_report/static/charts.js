@@ -8,6 +8,7 @@
   const PALETTE = 8;
   const LEFT = 62; // the axis of values; all pictures over steps begin here
   const RIGHT = 18;
+  const FONT = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
   // A canvas needs colours without variables: an element of the page resolves them.
   const probe = document.body.appendChild(document.createElement("span"));
   probe.hidden = true;
@@ -237,7 +238,7 @@
       const base = this.lines.map((line) => ({
         label: line.name, stroke: line.colour, width: line.width ?? 1.8, spanGaps: true,
         alpha: isSmooth ? 0.3 : line.alpha ?? 1, show: !view.hidden.has(line.name),
-        points: { show: false },
+        points: { show: line.x.length < 2 },
       }));
       const smooth = this.lines.map((line) => ({
         label: `${line.name} smoothed`, stroke: line.colour, width: line.width ?? 2.2,
@@ -250,8 +251,7 @@
       if (!this.place.isConnected || this.place.clientWidth === 0) return;
       const soft = colourOf("soft");
       const grid = { stroke: colourOf("faint"), width: 1 };
-      const font = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
-      const axis = { stroke: soft, font, grid, ticks: { ...grid, size: 4 } };
+      const axis = { stroke: soft, font: FONT, grid, ticks: { ...grid, size: 4 } };
       const isLog = view.log.has(this.name);
       this.plot?.destroy();
       this.plot = new uPlot({
@@ -515,7 +515,7 @@
       this.canvas.style.height = `${this.height}px`;
       const context = this.canvas.getContext("2d");
       context.scale(unit, unit);
-      context.font = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
+      context.font = FONT;
       context.textBaseline = "middle";
       return [context, width];
     }
@@ -524,6 +524,29 @@
     scale(width, [first, last]) {
       const across = last - first || 1;
       return (step) => LEFT + (step - first) / across * (width - LEFT - RIGHT);
+    }
+
+    stepAt(x, [first, last]) {
+      const part = (x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT);
+      return first + Math.min(Math.max(part, 0), 1) * (last - first);
+    }
+  }
+
+  // The steps under a picture, as the curves have them.
+  class Axis extends Strip {
+    draw() {
+      const [context, width] = this.begin();
+      const [first, last] = shownRange();
+      const place = this.scale(width, [first, last]);
+      const least = Math.max(1, (last - first) / Math.max(1, width / 90));
+      const power = 10 ** Math.floor(Math.log10(least));
+      const unit = power * [1, 2, 5, 10].find((each) => each * power >= least);
+      context.fillStyle = colourOf("soft");
+      context.textAlign = "center";
+      for (let step = Math.ceil(first / unit) * unit; step <= last; step += unit) {
+        context.fillRect(place(step), 0, 1, 4);
+        context.fillText(shortStep(step), place(step), 13);
+      }
     }
   }
 
@@ -654,22 +677,16 @@
       this.canvas.setAttribute("role", "slider");
       this.canvas.addEventListener("pointerdown", (event) => {
         this.canvas.setPointerCapture(event.pointerId);
-        this.start = this.stepAt(event.offsetX);
+        this.start = this.stepAt(event.offsetX, extent);
       });
       this.canvas.addEventListener("pointermove", (event) => {
         if (this.start === undefined) return;
-        const range = [this.start, this.stepAt(event.offsetX)].sort((a, b) => a - b);
+        const range = [this.start, this.stepAt(event.offsetX, extent)].sort((a, b) => a - b);
         if (range[1] - range[0] > (extent[1] - extent[0]) / 200) setRange(range);
       });
       this.canvas.addEventListener("pointerup", () => { this.start = undefined; });
       this.canvas.addEventListener("dblclick", () => setRange(null));
       this.canvas.addEventListener("keydown", (event) => this.move(event));
-    }
-
-    stepAt(x) {
-      const across = this.canvas.clientWidth - LEFT - RIGHT;
-      const part = Math.min(Math.max((x - LEFT) / across, 0), 1);
-      return extent[0] + part * (extent[1] - extent[0]);
     }
 
     move(event) {
@@ -735,44 +752,40 @@
   }
 
   // A row of the heat map: a layer at each save, with its histograms when unfolded.
-  class Layer {
+  class Layer extends Strip {
     constructor(name, cells) {
+      super("", 24, `Changes of ${name}`);
       this.name = name;
       this.cells = cells;
       this.ridges = create("div", { className: "ridges", hidden: true });
       this.button = create("button", {
-        type: "button", className: "layer", textContent: name, "aria-expanded": "false",
+        type: "button", className: "layer", textContent: name, "data-tip": name, "aria-expanded": "false",
         onclick: () => this.toggle(),
       });
-      this.canvas = create("canvas", { role: "img", "aria-label": `Changes of ${name}` });
       this.canvas.addEventListener("click", () => this.toggle());
       this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX));
       this.row = create("li", { "data-layer": name }, this.button, this.canvas, this.ridges);
       if (view.open.has(name)) this.toggle();
     }
 
-    shown() {
-      return [...data.layers.x.keys()].filter((n) => isShown(data.layers.x[n]));
-    }
-
+    // A cell reaches from the save before to its own.
     draw() {
-      const { clientWidth: width, clientHeight: height } = this.canvas;
-      this.canvas.width = width;
-      this.canvas.height = height;
-      const context = this.canvas.getContext("2d");
-      const shown = this.shown();
-      shown.forEach((n, at) => {
+      const [context, width] = this.begin();
+      const { x, first } = data.layers;
+      const place = this.scale(width, shownRange());
+      x.forEach((step, n) => {
+        if (!isShown(step)) return;
         context.fillStyle = heat(this.cells[n]);
-        const left = Math.round(at / shown.length * width);
-        context.fillRect(left, 0, Math.round((at + 1) / shown.length * width) - left, height);
+        const left = Math.round(Math.max(LEFT, place(x[n - 1] ?? first)));
+        context.fillRect(left, 0, Math.round(place(step)) - left, this.height);
       });
       if (!this.ridges.hidden) this.drawRidges();
     }
 
     tip(x) {
-      const shown = this.shown();
-      const n = shown[Math.floor(x / this.canvas.clientWidth * shown.length)];
-      if (n === undefined) return;
+      const step = this.stepAt(x, shownRange());
+      const n = data.layers.x.findIndex((each) => each >= step);
+      if (n < 0) return;
       this.canvas.dataset.tip = `${this.name}, step ${whole(data.layers.x[n])}\n${changeOf(this.cells[n])}`;
       showStep(data.layers.x[n]);
     }
@@ -789,26 +802,19 @@
     // Histograms of each leaf, one above the other, the first step at the top.
     drawRidges() {
       const leaves = data.layers.ridges.filter((leaf) => leaf.layer === this.name);
-      this.ridges.replaceChildren(...leaves.map((leaf) => {
-        const canvas = create("canvas", { role: "img", "aria-label": `Histograms of ${leaf.path}` });
-        return create("figure", {}, create("figcaption", { textContent: leaf.path }), canvas);
-      }));
+      const strips = leaves.map((leaf) => (
+        new Strip("", leaf.rows.length * PITCH + 34, `Histograms of ${leaf.path}`)));
+      this.ridges.replaceChildren(...leaves.map((leaf, n) => (
+        create("figure", {}, create("figcaption", { textContent: leaf.path }), strips[n].canvas))));
       if (!leaves.length) this.ridges.textContent = "No histograms are in this page: too many leaves.";
-      leaves.forEach((leaf, n) => drawRidge(this.ridges.querySelectorAll("canvas")[n], leaf.rows));
+      leaves.forEach((leaf, n) => drawRidge(strips[n], leaf.rows));
     }
   }
 
-  function drawRidge(canvas, rows) {
-    const pitch = 17;
-    const height = rows.length * pitch + 34;
-    const width = canvas.clientWidth || 320;
-    const unit = devicePixelRatio;
-    canvas.width = width * unit;
-    canvas.height = height * unit;
-    canvas.style.height = `${height}px`;
-    const context = canvas.getContext("2d");
-    context.scale(unit, unit);
-    context.font = '11px system-ui, "Segoe UI", Roboto, sans-serif';
+  const PITCH = 17; // of the histograms, in which they overlap
+
+  function drawRidge(strip, rows) {
+    const [context, width] = strip.begin();
     const finite = rows.filter((row) => row[1] !== null && row[2] !== null);
     context.fillStyle = colourOf("soft");
     if (!finite.length) return context.fillText("no finite values", 2, 20);
@@ -816,10 +822,10 @@
     const high = Math.max(...finite.map((row) => row[2]));
     const place = (value) => 54 + (value - low) / (high - low || 1) * (width - 64);
     rows.forEach(([step, from, to, bins], n) => {
-      const base = 24 + (n + 1) * pitch - 6;
+      const base = 18 + (n + 1) * PITCH;
       const isFinite = from !== null && to !== null;
       context.fillStyle = colourOf(isFinite ? "soft" : "bad");
-      context.fillText(`${shortStep(step)}${isFinite ? "" : ": no finite values"}`, 2, base);
+      context.fillText(`${shortStep(step)}${isFinite ? "" : ": no finite values"}`, 2, base - 4);
       if (!isFinite) return;
       context.beginPath();
       context.moveTo(place(from), base);
@@ -836,80 +842,70 @@
       context.stroke();
     });
     context.fillStyle = colourOf("soft");
-    context.fillText(shortValue(low), 54, height - 4);
+    context.fillText(shortValue(low), 54, strip.height - 8);
     const end = shortValue(high);
-    context.fillText(end, width - 10 - context.measureText(end).width, height - 4);
+    context.fillText(end, width - 10 - context.measureText(end).width, strip.height - 8);
   }
 
   // ---- what is drawn where --------------------------------------------------------------
 
-  const line = (metric, colour) => ({ ...metric, colour });
+  function addCurves(place, name, height, lines, facts, unit) {
+    const curves = new Curves(name, { height, unit });
+    place.append(curves.figure);
+    curves.update(lines, facts);
+    return curves;
+  }
+
+  const addMetric = (place, metric, height) => addCurves(
+    place, metric.name, height, [{ ...metric, colour: colourOf("behind") }], metric.facts,
+  );
 
   const PAINTERS = {
     // The first metric, over lanes and a brush.
     track(place) {
-      const [main] = data.metrics;
+      const curves = data.metrics.slice(0, 1).map((metric) => addMetric(place, metric, 250));
+      for (const each of curves) each.hasEvents = true;
       const parts = [new Lanes(), new Brush()];
-      let curves = null;
-      if (main) {
-        curves = new Curves(main.name, { height: 250 });
-        curves.hasEvents = true;
-        place.append(curves.figure);
-        curves.update([line(main, colourOf("behind"))], main.facts);
-      }
       place.append(...parts.map((part) => part.canvas), keyOfTrack());
-      return curves ? [curves, ...parts] : parts;
+      return [...curves, ...parts];
     },
     metrics(place) {
-      return data.metrics.slice(1).map((metric) => {
-        const curves = new Curves(metric.name, { height: 170 });
-        place.append(curves.figure);
-        curves.update([line(metric, colourOf("behind"))], metric.facts);
-        return curves;
-      });
+      return data.metrics.slice(1).map((metric) => addMetric(place, metric, 170));
     },
     saves(place) {
       const { x, blocked, behind } = data.saves;
       if (x.length < 2) return [];
-      const curves = new Curves("Seconds of saves", { height: 190, unit: " s" });
       const entries = [["blocked", "training waited"], ["behind", "written in the background"]];
-      place.append(curves.figure, key(entries.map((entry) => ["", ...entry])));
-      curves.update(entries.map(([colour, name], n) => (
-        { name, x, y: [blocked, behind][n], colour: colourOf(colour) })));
+      const curves = addCurves(place, "Seconds of saves", 190, entries.map(([colour, name], n) => (
+        { name, x, y: [blocked, behind][n], colour: colourOf(colour) })), "", " s");
+      place.append(key(entries.map((entry) => ["", ...entry])));
       return [curves];
     },
     layers(place) {
       if (!data.layers) return [];
       const rows = data.layers.names.map((name, n) => new Layer(name, data.layers.cells[n]));
-      const steps = create("span", {});
-      const key = create("p", { className: "note heat-key" }, steps, "changed by 0.001 %");
+      const axis = new Axis("", 20, "Steps");
+      const key = create("p", { className: "note heat-key" }, "changed by 0.001 %");
       for (const cell of "05aejosz!") {
         const mark = create("span", { className: "cell" });
         mark.style.background = heat(cell);
         key.append(mark, { z: "1000 %", "!": "not finite" }[cell] ?? "");
       }
-      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), key);
+      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), axis.canvas, key);
       if (data.layers.hidden) {
         key.append(` ${whole(data.layers.hidden)} layers that changed less are not shown.`);
       }
-      const draw = () => {
-        const shown = rows[0].shown().map((n) => whole(data.layers.x[n]));
-        steps.textContent = shown.length ? `steps ${shown[0]} to ${shown.at(-1)},` : "";
-      };
-      return [...rows, { draw }];
+      return [...rows, axis];
     },
     // A metric of each run in one picture, for all metrics.
     runs(place) {
       data.runs.names.forEach(seatOf);
-      return data.runs.metrics.map((metric) => {
-        const curves = new Curves(metric.name, { height: 260 });
-        place.append(curves.figure);
-        curves.update(metric.lines.map((each) => ({
+      return data.runs.metrics.map((metric) => addCurves(
+        place, metric.name, 260, metric.lines.map((each) => ({
           ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,
           alpha: each.live ? 1 : 0.85, state: null,
-        })));
-        return curves;
-      });
+        })),
+      ));
     },
   };
 
