@@ -26,6 +26,7 @@ class Save(NamedTuple):
         blocked_secs: Seconds that the caller waited; None if the call did not return.
         total_secs: Seconds until the step was durable, or None.
         uploaded_secs: Seconds of the upload from a staging directory.
+        copies: The number of other processes that had a durable copy of each part.
         outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
             or the save is still running.
     """
@@ -36,6 +37,7 @@ class Save(NamedTuple):
     total_secs: float | None = None
     bytes: int | None = None
     uploaded_secs: float | None = None
+    copies: int = 0
     outcome: Literal["durable", "failed", "cancelled", "unfinished"] = "unfinished"
     error: str | None = None
 
@@ -344,6 +346,11 @@ class Report:
     def checked_count(self) -> int:
         """The number of checkpoints with a known integrity, good or bad."""
         return sum(check.state != "unknown" for check in self.integrity)
+
+    @functools.cached_property
+    def copied(self) -> Mapping[int | None, int]:
+        """Step -> `Save.copies` of its last save."""
+        return {save.step: save.copies for save in self.saves}
 
     @functools.cached_property
     def faults(self) -> Mapping[int | None, str]:

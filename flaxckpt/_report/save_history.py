@@ -32,6 +32,9 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
         if event.kind == "uploaded":
             secs = _number(event.details, "secs")
             history[number] = history[number]._replace(uploaded_secs=secs)
+        elif event.kind == "copied":
+            copies = int(_number(event.details, "copies") or 0)
+            history[number] = history[number]._replace(copies=copies)
         elif is_open:
             history[number] = _add_event(history[number], event)
     return tuple(history)

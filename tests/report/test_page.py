@@ -178,6 +178,19 @@ def test_report_lists_deletions_and_restores(run):
     assert [e.step for e in found.happened if e.kind == "restored"][-1] == 80
 
 
+def test_a_step_says_how_many_other_processes_have_a_copy(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as saved:
+        for step in (1, 2):
+            saved.save(step, {"w": np.zeros(3)}).wait()
+    with (tmp_path / "run/events.jsonl").open("a", encoding="utf-8") as journal:
+        copied = {"kind": "copied", "step": 2, "path": "", "time": 1e9}
+        print(json.dumps({**copied, "details": {"copies": 2}}), file=journal)
+    page = _report.page(gather(tmp_path / "run"))
+    assert "2 copies at other processes</span>" in page  # of the newest step
+    rows = re.findall('<tr id="step-([0-9]+)".*?<td class="n">([0-9]*)</td></tr>', page)
+    assert rows == [("2", "2"), ("1", "")]
+
+
 def test_sizes_add_up(run):
     found = gather(run)
     described = flaxckpt.metadata(run)
@@ -640,6 +653,7 @@ def test_saves_that_did_not_end_well_are_distinguished():
             event("started", 2, 30.0),  # after a crash
             event("snapshot", 2, 30.5, blocked_secs=0.5),
             event("committed", 2, 32.0, total_secs=2.0, blocked_secs=0.5, bytes=7),
+            event("copied", 2, 35.0, copies=2, bytes=7, secs=1.0),
             event("uploaded", 2, 40.0, secs=3.0, bytes=7),
             event("failed", 3, 50.0, error="cannot begin"),
             event("started", 4, 60.0),
@@ -661,13 +675,18 @@ def test_saves_that_did_not_end_well_are_distinguished():
         1.5,
         3,
     )
+    assert [save.copies for save in found] == [0, 0, 2, 0, 0]
     assert found[3].blocked_secs is None
 
 
 def test_report_omits_invalid_values_of_the_journal():
     found = _report.save_history.saves(
-        [event("committed", total_secs="soon", bytes="many")]
+        [
+            event("committed", total_secs="soon", bytes="many"),
+            event("copied", copies=[]),
+        ]
     )
+    assert found[0].copies == 0
     assert found[0].total_secs is None
     assert found[0].bytes is None
     assert found[0].outcome == "durable"
