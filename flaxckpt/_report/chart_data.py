@@ -184,7 +184,8 @@ def _events(report: Report) -> list[JSON]:
         name = errors.printable(diverged.metric)
         text = f"{name} is not finite from step {diverged.step:,} on"
         found.append((diverged.step, "diverged", text))
-    return [[*each] for each in sorted(found)[-_MOST_POINTS:]]
+    found.sort(key=operator.itemgetter(0))  # an end comes before its resume
+    return [[*each] for each in found[-_MOST_POINTS:]]
 
 
 _HAPPENINGS = {

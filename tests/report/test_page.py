@@ -990,10 +990,8 @@ def test_the_verdict_counts_restarts_after_which_the_run_saved(run):
     assert [(r.stopped, r.step) for r in resumes] == [(80, 80), (90, 90)]
     assert verdict(found).text.startswith("Healthy, resumed twice, best 0.3")
     events = charts_of(_report.page(found))["events"]
-    assert [e[:2] for e in events if e[1] == "resumed"] == [
-        [80, "resumed"],
-        [90, "resumed"],
-    ]
+    kinds = ("stopped", "resumed")
+    assert [e[:2] for e in events] == [[n, kind] for n in (80, 90) for kind in kinds]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

@@ -179,6 +179,9 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
         save(run, 3)
     page.wait_for_selector("#steps tr[data-step='3']", timeout=PATIENCE_MS)
     sync_api.expect(page.locator("#news")).to_have_text("step 3 saved")
+    age = page.locator("[data-card=newest] time")
+    sync_api.expect(age).to_have_text(re.compile("^[0-9]+ (s|min) ago$"))
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d$", age.get_attribute("data-tip"))
     assert page.get_attribute("#saves > details", "open") is not None
     assert page.get_attribute("#metrics > details", "open") is None
     assert page.get_attribute("#steps > details", "open") is not None

@@ -55,6 +55,23 @@
   document.addEventListener("visibilitychange", ask);
   ask();
 
+  // Says how long ago a run has saved; nothing tells whether it is still running.
+  const UNITS = [["days", 86400], ["h", 3600], ["min", 60], ["s", 0]];
+
+  function showAges() {
+    for (const time of document.querySelectorAll("[data-card=newest] time, #all-runs time")) {
+      time.dataset.tip ??= time.textContent;
+      const secs = Math.max(0, (Date.now() - Date.parse(time.dateTime)) / 1000);
+      const [unit, size] = UNITS.find((each) => secs >= 2 * each[1]);
+      const text = `${Math.floor(secs / (size || 1))} ${unit} ago`;
+      if (time.textContent !== text) time.textContent = text;
+    }
+  }
+
+  setInterval(showAges, 1000);
+  document.addEventListener("htmx:afterSwap", showAges);
+  showAges();
+
   // ---- what the reader has changed ----------------------------------------------------
 
   // New sections change the old ones in place. What the reader has set stays: folds,
