@@ -9,6 +9,7 @@ import collections
 import itertools
 import math
 import operator
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flaxckpt import errors
@@ -244,11 +245,14 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     size = -(-(len(steps) - 1) // _MOST_COLUMNS)
     columns = [steps[start : start + size] for start in range(1, len(steps), size)]
     names = [name for name in layers if name in shown]
+    shown_names = [*map(errors.printable, names)]
+    shared = os.path.commonprefix(shown_names)  # noqa: RUF071 - it is cut at a slash
     ridges = [leaf for name in names for leaf in layers[name]]
     return {
         "first": steps[0],
         "x": [column[-1] for column in columns],
-        "names": [*map(errors.printable, names)],
+        "names": shown_names,
+        "shared": shared[: shared.rfind("/") + 1],
         "cells": [
             "".join(_cell(changes[name], column) for column in columns)
             for name in names

@@ -759,7 +759,7 @@
       this.cells = cells;
       this.ridges = create("div", { className: "ridges", hidden: true });
       this.button = create("button", {
-        type: "button", className: "layer", textContent: name, "data-tip": name, "aria-expanded": "false",
+        type: "button", className: "layer", textContent: name.slice(data.layers.shared.length), "data-tip": name, "aria-expanded": "false",
         onclick: () => this.toggle(),
       });
       this.canvas.addEventListener("click", () => this.toggle());
