@@ -45,6 +45,7 @@ def judge(report: Report) -> RunVerdict:
         found.insert(0, _describe_divergence(report, diverged))
     state: Literal["good", "bad"] = "bad" if found else "good"
     found = found or ["healthy" if report.is_run else "no damage is known"]
+    found += filter(None, [report.notes.get("journal")])
     count = len(find_resumes(report))
     if count:
         times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")

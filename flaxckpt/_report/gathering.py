@@ -117,12 +117,11 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     metadata = _read_metadata(listing, good, notes)
     events = _steps.journal.read(root / _steps.journal.NAME) if listing.is_run else []
     if not events:
-        notes["saves"] = _no_journal_note(listing)
-    keep = listing.keep or ()
-    modes: dict[str, list[Literal["min", "max"]]] = {}
-    for policy in keep:
+        notes["saves"] = _no_journal_note(listing, notes)
+    ranked: dict[str, list[BestN]] = {}
+    for policy in listing.keep or ():
         if isinstance(policy, BestN):
-            modes.setdefault(policy.metric, []).append(policy.mode)
+            ranked.setdefault(policy.metric, []).append(policy)
     history = _inspect.history.of_events(events, listing)
     infos = {} if metadata is None else metadata.leaves
     trees = _run.disk_usage.subtrees(infos) if infos else []
@@ -142,8 +141,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         verdicts=_verdicts(history, events, listing),
         saves=save_history.saves(events),
         happened=save_history.other_events(events),
-        metrics=_metrics(listing, history, keep),
-        modes=modes,
+        metrics=_metrics(listing, history, ranked),
+        modes={name: [each.mode for each in best] for name, best in ranked.items()},
         shown=None if metadata is None else metadata.path,
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=trees[0].leaves if trees else 0,
@@ -195,12 +194,13 @@ def _read_metadata(
     return None
 
 
-def _no_journal_note(listing: Listing) -> str:
+def _no_journal_note(listing: Listing, notes: dict[str, str]) -> str:
     if not listing.is_run:
         return "A single checkpoint has no journal of saves."
     path = _storage.paths.from_text(listing.path) / _steps.journal.NAME
     storage = _storage.of(path)
     if not storage.costs_requests and storage.exists(path):
+        notes["journal"] = "its journal cannot be read"
         return f"The journal of saves ({path.name}) has no event that can be read."
     return f"The run has no journal of saves ({path.name})."
 
@@ -220,24 +220,22 @@ def _verdicts(
 def _metrics(
     listing: Listing,
     history: Sequence[SavedStep],
-    keep: Sequence[PreservationPolicy],
+    ranked: Mapping[str, Sequence[BestN]],
 ) -> Mapping[str, tuple[MetricValue, ...]]:
     """Returns each metric's values by step, for steps with a number.
 
-    Metrics used by policies come first: pages show only the first of many.
+    Metrics with policies, `ranked`, come first: pages show only the first of many.
     """
     existing = {step.step: step for step in listing.steps if step.step is not None}
     staying = {n for n, step in existing.items() if step.why}
     known = {saved.step: saved.metrics for saved in history}
     known |= {n: step.metrics for n, step in existing.items()}
-    bests = [policy for policy in keep if isinstance(policy, BestN)]
     names = dict.fromkeys(itertools.chain.from_iterable(known.values()))
-    ranked = dict.fromkeys(p.metric for p in bests if p.metric in names)
     series = {}
-    for name in ranked | names:
+    for name in dict.fromkeys(n for n in ranked if n in names) | names:
         values = {n: known[n][name] for n in sorted(known) if name in known[n]}
-        deciding = [str(policy) for policy in bests if policy.metric == name]
-        kept = [n for n in values.keys() & existing if {*deciding} & {*existing[n].why}]
+        deciding = {*map(str, ranked.get(name, ()))}
+        kept = [n for n in values.keys() & existing if deciding & {*existing[n].why}]
         if not kept and listing.best.get(name) in values:  # those kept are damaged
             kept = [listing.best[name]]
         labels = (

@@ -63,6 +63,7 @@ def test_a_hundred_runs_are_a_page(browser, served, width):  # noqa: F811
     ("run", "said"),
     [
         ("a-damaged-journal", "has no event that can be read"),
+        ("a-damaged-journal", "Healthy, its journal cannot be read, last 0.5 at"),
         ("b" * 250, "Healthy"),
         (HOSTILE, "Healthy"),
     ],
