@@ -110,3 +110,15 @@ def test_a_leaf_that_a_short_save_did_not_sample_is_no_change():
     changes = _report.flight_recorder.find_changes([scale, bias])
     assert changes.keys() == {2, 3, 4}
     assert max(changes.values()) < 0.05
+
+
+def test_counters_alone_are_no_heat_map(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step in (1, 2):
+            on_step(step, {"seen": jnp.full(3, step)})
+    page = _report.page(_report.gather(tmp_path / "run", _report.ReportOptions()))
+    assert "Statistics of 1 leaf at 2 saves, from samples.</p>" in page
+    assert 'data-draw="layers"' not in page
