@@ -125,7 +125,7 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     text += f"; last finite step {found.last_finite:,} {is_kept}"
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
-    if (jump := find_jump(report)) is not None:
+    if (jump := find_jump(group_layers(report))) is not None:
         text += f"; {_name(jump[0])} jumped first, at {jump[1]:,}"
     return text
 
@@ -251,16 +251,11 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
     return changes or {0: 0.0}
 
 
-def find_jump(report: Report) -> tuple[str, int] | None:
-    """Returns the layer whose norm first more than doubled at a save, and the step.
+def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> tuple[str, int] | None:
+    """Returns the layer or leaf whose norm first more than doubled, and the step.
 
-    None without such a layer, or statistics.
+    Of several, the one that changed most; None without such a group of leaves.
     """
-    return _find_first(group_layers(report))
-
-
-def _find_first(groups: Mapping[str, Sequence[LeafHistory]]) -> tuple[str, int] | None:
-    """Returns the group of leaves that jumped first; of several, by most."""
     jumps = [
         (step, -change, name)
         for name, leaves in groups.items()
@@ -285,11 +280,11 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     if lost:
         at = min(lost.values())
         first = {leaf.path: [leaf] for leaf in known if lost.get(leaf.path) == at}
-        path, jumped = _find_first(first) or (next(iter(first)), at)
+        path, jumped = find_jump(first) or (next(iter(first)), at)
         why = f"jumped at step {jumped:,}, and " if jumped < at else ""
         before = ", before the others" if len(first) < len(known) else ""
         return path, f"{why}became non-finite at step {at:,}{before}"
-    jump = _find_first({leaf.path: [leaf] for leaf in known})
+    jump = find_jump({leaf.path: [leaf] for leaf in known})
     if jump is not None and find_divergence(report) is not None:
         return jump[0], f"jumped first, at step {jump[1]:,}"
     changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
