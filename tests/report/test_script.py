@@ -377,6 +377,10 @@ def test_the_layer_that_diverged_first_is_seen_and_unfolded(show, diverged):  # 
     # A cell is where the track has its step, and reaches there from the save before.
     point_at(opened, "[data-layer='params/b'] canvas", 0.22)
     assert tip(opened).startswith("params/b, step 20\n")
+    opened.page.hover("tr[data-step='60']")
+    line = "getComputedStyle(document.querySelector('.heat'), '::after').left"
+    width = opened.page.locator(".heat").bounding_box()["width"]
+    assert float(opened.page.evaluate(line)[:-2]) == pytest.approx(width - 18, abs=1)
     point_at(opened, "[data-layer='params/b'] canvas", 0.3)
     assert tip(opened).startswith("params/b, step 30\nthe norm changed by 1000 % or")
     point_at(opened, "[data-layer='params/b'] canvas", 0.5)

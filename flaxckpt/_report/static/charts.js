@@ -249,9 +249,8 @@
 
     build() {
       if (!this.place.isConnected || this.place.clientWidth === 0) return;
-      const soft = colourOf("soft");
       const grid = { stroke: colourOf("faint"), width: 1 };
-      const axis = { stroke: soft, font: FONT, grid, ticks: { ...grid, size: 4 } };
+      const axis = { stroke: colourOf("soft"), font: FONT, grid, ticks: { ...grid, size: 4 } };
       const isLog = view.log.has(this.name);
       this.plot?.destroy();
       this.plot = new uPlot({
@@ -352,6 +351,7 @@
       const texts = isAway ? [] : this.textsAt(index);
       const step = isAway ? null : plot.data[0][index];
       this.output.textContent = texts.length ? `step ${whole(step)}: ${texts.join(", ")}` : "";
+      markLayers(step);
     }
 
     // Moves from curve to curve at the step of the cursor, the highest first.
@@ -482,8 +482,16 @@
     }
   }
 
+  // Draws a line through all layers at a step; none at null.
+  function markLayers(step) {
+    const layer = drawn.find((each) => each.row);
+    const at = step === null ? -9 : layer?.scale(layer.canvas.clientWidth, shownRange())(step);
+    layer?.row.parentElement.style.setProperty("--at", `${at}px`);
+  }
+
   function hideStep() {
     pointed = null;
+    markLayers(null);
     for (const each of drawn) {
       each.plot?.setCursor({ left: -10, top: -10 }, false, false);
       if (each.output) each.output.textContent = "";
@@ -538,7 +546,7 @@
       const [context, width] = this.begin();
       const [first, last] = shownRange();
       const place = this.scale(width, [first, last]);
-      const least = Math.max(1, (last - first) / Math.max(1, width / 90));
+      const least = Math.max(1, (last - first) / width * 90);
       const power = 10 ** Math.floor(Math.log10(least));
       const unit = power * [1, 2, 5, 10].find((each) => each * power >= least);
       context.fillStyle = colourOf("soft");
@@ -624,7 +632,6 @@
         context.fillText(EVENTS[kind][0], x, middle("events"));
         this.marks.push([x, middle("events"), step, text]);
       }
-      context.textAlign = "left";
       saves.x.forEach((step, n) => {
         const secs = saves.blocked[n];
         if (!secs || !isShown(step)) return;
