@@ -527,8 +527,9 @@ class _Roles:
 
     @_util.forks.lazy
     def _fields_of_optax(self) -> frozenset[frozenset[str]]:
+        loaded = list(sys.modules)  # other threads may import
         return optax_containers.fields_of_states(
-            tuple(sorted(name for name in sys.modules if name.startswith("optax")))
+            tuple(sorted(name for name in loaded if name.startswith("optax")))
         )
 
 
