@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import (
@@ -40,6 +40,9 @@ _READERS = (
     "flaxckpt._formats.native_contents",
 )
 """Modules that read arrays, which other packages import only when they need them."""
+
+_THREADS = 4
+"""Files received or read at a time by `find_faults`."""
 
 _DECODED_AT_ONCE = 128 * 2**20
 _PIECE_BYTES = 64 * 2**20
@@ -164,10 +167,19 @@ def report_lost(
     return findings.report(path, "unknown", step, (), 0.0)
 
 
-def find_faults(path: Path, names: Set[str]) -> dict[str, str]:
+def find_faults(
+    path: Path,
+    names: Collection[str],
+    stream: Callable[[str], Iterable[memoryview]] | None = None,
+) -> dict[str, str]:
     """Returns the faults of files of arrays: name -> the fault.
 
     Reads only these files, and the metadata of the checkpoint `path`.
+
+    Args:
+        path: The checkpoint.
+        names: The files.
+        stream: Yields the content of a file from elsewhere; an error is its fault.
 
     Raises:
         DamagedCheckpointError: The metadata is damaged.
@@ -175,16 +187,25 @@ def find_faults(path: Path, names: Set[str]) -> dict[str, str]:
     stored = locate.read_without_classes(path)
     assert stored.manifest is not None, path
     listed = inventory.make(stored.manifest, stored.metadata.deleted_items)
+    counter = _util.progress.Counter("")
+    findings = verify_report.Findings(counter, thorough=False)
+    checks = verify_arrays.find_checks(path, stored, listed, findings).files
+    for name, why in findings.problems.items():
+        raise errors.DamagedCheckpointError(f"{path / name}: {why}")
     found: dict[str, str] = {}
-    left = names
-    while left:  # one fault is found of each leaf
-        findings = verify_report.Findings(_util.progress.Counter(""), thorough=True)
-        checks = verify_arrays.find_checks(path, stored, listed, findings).checks
-        findings.run([check for check in checks if check.name in left])
-        faults = {**findings.problems, **findings.unread}
-        for name, why in faults.items():
-            found[findings.places.get(name, verify_report.NOWHERE).file or name] = why
-        left = names - found.keys() if faults else set()
+
+    def check(name: str) -> None:
+        unknown = verify_arrays.FileCheck(name, (), has_checksum=False, size=None)
+        file = checks.get(name, unknown)
+        mine = verify_report.Findings(counter, thorough=False)
+        if stream is None:
+            mine.attempt(name, lambda: file.run(path, mine))
+        else:
+            mine.attempt(name, lambda: file.take(stream(name), mine))
+        for why in (*mine.unread.values(), *mine.problems.values()):
+            found[name] = why
+
+    _util.threads.each(check, names, threads=_THREADS)
     return found
 
 

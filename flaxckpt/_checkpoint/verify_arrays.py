@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,10 +27,17 @@ _CHECKSUM_BYTES = _zarr.checksums.CHECKSUM_BYTES
 
 
 class ArrayChecks(NamedTuple):
-    """The checks of files without digests, and the leaves without checksums."""
+    """The checks of arrays.
+
+    Attributes:
+        checks: Those of files without digests.
+        undigested: The leaves without checksums.
+        files: Those among `checks` of files of databases.
+    """
 
     checks: list[Check]
     undigested: dict[LeafPath, Leaf]
+    files: dict[str, FileCheck]
 
 
 def find_checks(
@@ -55,7 +62,7 @@ class _Finder:
         self._files, self._unlisted = listed
         self._findings = findings
         self._manifest = stored.manifest
-        self._found = ArrayChecks([], {})
+        self._found = ArrayChecks([], {}, {})
 
     def find(self) -> ArrayChecks:
         encoding = self._manifest.encoding
@@ -119,14 +126,14 @@ class _Finder:
         for file, chunks in files.items():
             name = f"{start}{file}"
             unknown = StoredFile(name, size=0 if is_listed else None)
-            check = _FileCheck(
+            check = FileCheck(
                 name,
                 chunks,
-                self._findings,
                 has_checksum=encoding.checksum,
                 size=self._files.get(name, unknown).size,
             )
-            run = functools.partial(check.run, self._path)
+            self._found.files[name] = check
+            run = functools.partial(check.run, self._path, self._findings)
             self._found.checks.append(Check(name, run))
 
     def _read_tree(self, item: str) -> dict[bytes, Value] | None:
@@ -347,7 +354,7 @@ def _check_chunk_file(
     content.check(chunk, file.name)
 
 
-class _FileCheck:
+class FileCheck:
     """The check of a file with chunks of several leaves, from its beginning to its end.
 
     `size` is recorded, in bytes; None for a file that has other values, too.
@@ -357,78 +364,86 @@ class _FileCheck:
         self,
         name: str,
         chunks: Sequence[_FileChunk],
-        findings: Findings,
         *,
         has_checksum: bool,
         size: int | None,
     ) -> None:
         self._name = name
         self._base = name.rpartition("/")[2]
-        self._findings = findings
         self._has_checksum = has_checksum
         self._size = size
         self._chunks = sorted(chunks, key=lambda chunk: chunk.place.offset)
 
-    def run(self, root: Path) -> None:
+    def run(self, root: Path, findings: Findings) -> None:
         """Reads the file below the checkpoint `root`."""
         file = root / self._name
         known_size = _storage.of(file).known_size(file, root)
         if known_size is not None and known_size > (self._size or known_size):
-            self._fault_of_file(f"has {known_size} bytes instead of {self._size}")
-        segments = collections.deque(self._segments())
-        most = segments[-1].stop if segments else 0
+            self._fault_of_file(
+                findings, f"has {known_size} bytes instead of {self._size}"
+            )
+        places = [chunk.place for chunk in self._chunks]
+        most = max((place.offset + place.size for place in places), default=0)
+        parts = _storage.of(file).stream(file, root, self._size or most)
+        size = self.take(parts, findings)
+        if known_size is None and size > (self._size or size):
+            self._fault_of_file(findings, f"has {size} bytes instead of {self._size}")
+
+    def take(self, parts: Iterable[memoryview], findings: Findings) -> int:
+        """Takes the content of the file, in parts; returns its size in bytes."""
+        segments = collections.deque(self._segments(findings))
         content, position, size = _Content(self._has_checksum), 0, 0
-        for part in _storage.of(file).stream(file, root, self._size or most):
+        for part in parts:
             size += len(part)
             if self._has_checksum:  # or the values are decoded, and counted there
-                self._findings.counter.add(len(part))
+                findings.counter.add(len(part))
             rest = part
-            while rest and segments and not self._findings.is_enough:
+            while rest and segments and not findings.is_enough:
                 stop, chunk = segments[0]
                 piece, rest = rest[: stop - position], rest[stop - position :]
                 position += len(piece)
                 if chunk is not None:
                     content.take(piece)
                 elif self._size is not None and any(piece):
-                    self._fault_of_file("has changed between its chunks")
+                    self._fault_of_file(findings, "has changed between its chunks")
                 if position == stop:
-                    self._finish(chunk, content)
+                    self._finish(findings, chunk, content)
                     content = _Content(self._has_checksum)
                     segments.popleft()
-        if self._findings.is_enough:
-            return
-        if known_size is None and size > (self._size or size):
-            self._fault_of_file(f"has {size} bytes instead of {self._size}")
         for _, chunk in segments:
-            if chunk is not None:
+            if chunk is not None and not findings.is_enough:
                 why = f"{self._base} ends before the chunk {chunk.chunk.key} does"
-                self._fault(chunk, why)
+                self._fault(findings, chunk, why)
+        return size
 
-    def _segments(self) -> Iterator[_Segment]:
+    def _segments(self, findings: Findings) -> Iterator[_Segment]:
         """Yields the chunks of the file, and the bytes between them, in order."""
         end = 0
         for chunk in self._chunks:
             place = chunk.place
             if place.offset < end:
-                self._fault(chunk, f"{chunk.chunk.key} overlaps another chunk")
+                why = f"{chunk.chunk.key} overlaps another chunk"
+                self._fault(findings, chunk, why)
                 continue
             if place.offset > end:
                 yield _Segment(place.offset, None)
             end = place.offset + place.size
             yield _Segment(end, chunk)
 
-    def _finish(self, chunk: _FileChunk | None, content: _Content) -> None:
+    def _finish(
+        self, findings: Findings, chunk: _FileChunk | None, content: _Content
+    ) -> None:
         if chunk is not None:
             place = verify_report.StoredPlace(self._name, chunk.chunk.region)
             check = functools.partial(content.check, chunk.chunk, chunk.chunk.key)
-            self._findings.attempt(chunk.leaf, check, place)
+            findings.attempt(chunk.leaf, check, place)
 
-    def _fault(self, chunk: _FileChunk, why: str) -> None:
+    def _fault(self, findings: Findings, chunk: _FileChunk, why: str) -> None:
         place = verify_report.StoredPlace(self._name, chunk.chunk.region)
-        self._findings.add(self._findings.problems, chunk.leaf, why, place)
+        findings.add(findings.problems, chunk.leaf, why, place)
 
-    def _fault_of_file(self, why: str) -> None:
-        self._findings.add(self._findings.problems, self._name, f"{self._base} {why}")
+    def _fault_of_file(self, findings: Findings, why: str) -> None:
+        findings.add(findings.problems, self._name, f"{self._base} {why}")
 
 
 class _Segment(NamedTuple):

@@ -210,15 +210,20 @@ class PeerConnection:
                 content += part
         return bytes(content)
 
-    def copy(self, name: str, target: Path, size: int) -> None:
-        """Copies a file of `size` bytes, from where an earlier copy has stopped.
+    def copy(self, name: str, target: Path, size: int) -> Iterator[memoryview]:
+        """Copies a file of `size` bytes, and yields its content.
+
+        Goes on where an earlier copy has stopped.
 
         Raises:
             FileNotFoundError: The peer does not have it.
             OSError: The peer is gone, slow, or sends something else.
         """
-        with target.open("ab", buffering=0) as file:
+        with target.open("a+b") as file:
             start = file.tell()
+            file.seek(0)
+            while part := file.read(_AT_ONCE):
+                yield memoryview(part)
             with self._response(name, start) as response:
                 left = size - start
                 if response.length != left:
@@ -228,6 +233,7 @@ class PeerConnection:
                     )
                 for part in self._receive(name, response, left):
                     file.write(part)
+                    yield memoryview(part)
 
     def _receive(
         self, name: str, response: http.client.HTTPResponse, size: int

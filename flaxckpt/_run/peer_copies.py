@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +16,6 @@ from flaxckpt import (
     _formats,
     _steps,
     _storage,
-    _util,
     errors,
 )
 from flaxckpt._run import parts
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _commit_marker = _formats.native_contents.commit_marker
-
-_THREADS = 4
-"""Files copied at a time."""
 
 _MARKERS = (
     _steps.markers.PIN,
@@ -289,19 +283,12 @@ def copy_parts(
         ]
     if not requests:
         return Copied()
-    data = {name for part in known.files for name in part}
     copied = Copied()
     with _storage.temporary.new_directory(path, mode) as aside:
-        for name in _storage.listing.files_below(path):
-            if name not in data:  # to verify with
-                _storage.files.make_parents(aside, name)
-                shutil.copyfile(path / name, aside / name)
         left: Sequence[_Request] = requests
         while left:
             done, left = _copy_round(sources, aside, left, is_durable)
             copied += done
-        if is_durable:
-            _storage.of(aside).sync_tree(aside)
         if parts.identify(path) != sources.save:
             raise FileNotFoundError(f"{path} was replaced meanwhile")
         for request in requests:
@@ -328,49 +315,48 @@ def _copy_round(
             f"files of step {sources.step} are whole at no process, and not in the run"
             f" directory:\n{errors.rows(gone)}\nRestore another step."
         )
-    faults: dict[str, str] = {}
-    tried = {request.name: request.places.pop(0) for request in left}
-    copy = functools.partial(_copy, sources, aside, tried, faults, is_durable)
-    _util.threads.each(copy, left, threads=_THREADS)
-    here = {request.name for request in left} - faults.keys()
-    faults |= _checkpoint.verify.find_faults(aside, here)
+    tried = {each.name: (each.places.pop(0), each.size) for each in left}
+    begun = {name for name in tried if (aside / name).exists()}
+
+    def copy(name: str) -> Iterator[memoryview]:
+        _storage.files.make_parents(aside, name)
+        try:
+            yield from _copy(sources, name, aside / name, *tried[name])
+            if is_durable:
+                _storage.of(aside).sync_files([aside / name], 1)
+        except OSError as error:
+            _check_disk(error, sources.path)
+            raise OSError(errors.one_line(error)) from error
+
+    # Verified as they arrive: a second read would take as long as the first.
+    faults = _checkpoint.verify.find_faults(sources.path, tried, copy)
     copied = Copied()
-    for name, size, _ in left:
-        is_far = tried[name] is None
+    for name, size, places in left:
+        place, _ = tried[name]
+        is_far = place is None
         if name not in faults:
             copied += Copied(size * (not is_far), size * is_far)
             continue
-        (aside / name).unlink(missing_ok=True)
-        where = sources.far if is_far else f"process {tried[name]}"
+        if parts.file_size(aside / name) == size:  # damaged: the next begins again
+            (aside / name).unlink()
+            if name in begun:  # perhaps in what came from another place
+                places.insert(0, place)
+        where = sources.far if is_far else f"process {place}"
         _log.warning("step %d: %s from %s: %s", sources.step, name, where, faults[name])
     return copied, [request for request in left if request.name in faults]
 
 
 def _copy(
-    sources: Sources,
-    aside: Path,
-    tried: Mapping[str, int | None],
-    faults: dict[str, str],
-    is_durable: bool,
-    request: _Request,
-) -> None:
-    name, process = request.name, tried[request.name]
-    _storage.files.make_parents(aside, name)
-    try:
-        if process is None:
-            assert sources.far is not None
-            _copy_far(sources.far, name, aside / name, request.size)
-            return
+    sources: Sources, name: str, target: Path, process: int | None, size: int
+) -> Iterator[memoryview]:
+    """Copies a file from a process, or the run directory, and yields its content."""
+    if process is not None:
         with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
-            peer.copy(f"{sources.path.name}/{name}", aside / name, request.size)
-        if is_durable:
-            _storage.of(aside).sync_files([aside / name], 1)
-    except (OSError, ValueError) as error:
-        _check_disk(error, sources.path)
-        faults[name] = errors.one_line(error)
-
-
-def _copy_far(far: Path, name: str, target: Path, size: int) -> None:
-    with target.open("xb") as file:
+            yield from peer.copy(f"{sources.path.name}/{name}", target, size)
+        return
+    far = sources.far
+    assert far is not None, name
+    with target.open("wb") as file:
         for part in _storage.of(far).stream(far / name, far, size):
             file.write(part)
+            yield part

@@ -80,7 +80,8 @@ def test_a_file_is_copied_with_its_bytes(server, tmp_path):
     content = os.urandom(3_000_001)
     (tmp_path / "shared/step/a file").write_bytes(content)
     with connected(server) as peer:
-        peer.copy("step/a file", tmp_path / "copy", len(content))
+        received = peer.copy("step/a file", tmp_path / "copy", len(content))
+        assert b"".join(received) == content
         assert peer.read("step/a file", 2**22) == content
     assert (tmp_path / "copy").read_bytes() == content
 
@@ -89,8 +90,9 @@ def test_a_copy_goes_on_where_it_has_stopped(server, tmp_path):
     (tmp_path / "shared/step/file").write_bytes(b"0123456789")
     (tmp_path / "copy").write_bytes(b"01x")  # what is there is not read again
     with connected(server) as peer:
-        peer.copy("step/file", tmp_path / "copy", 10)
-        peer.copy("step/file", tmp_path / "copy", 10)  # nothing is left
+        for _ in range(2):  # the second has nothing left
+            received = peer.copy("step/file", tmp_path / "copy", 10)
+            assert b"".join(received) == b"01x3456789"
     assert (tmp_path / "copy").read_bytes() == b"01x3456789"
 
 
@@ -130,7 +132,7 @@ def test_only_those_with_the_token_are_served(server, tmp_path):
 def test_a_server_that_was_closed_is_gone(server, tmp_path):
     server.close()
     with connected(server) as peer, pytest.raises(ConnectionError):
-        peer.copy("step/file", tmp_path / "copy", 1)
+        next(peer.copy("step/file", tmp_path / "copy", 1))
 
 
 @contextlib.contextmanager
@@ -177,7 +179,7 @@ def test_a_peer_that_lies_or_is_silent_raises_an_error(answer, tmp_path):
         told,
         peer_files.PeerConnection(peer, silent_secs=0.5) as connection,
     ):
-        connection.copy("file", tmp_path / "copy", 10)
+        b"".join(connection.copy("file", tmp_path / "copy", 10))
 
 
 SAVES = st.sampled_from(["one", "other"])
