@@ -269,19 +269,14 @@ class PartTier:
         paths = self._index.paths()
         marked = self._index.damaged_paths() if step is not None else {}
         paths |= {number: marked[number] for number in marked.keys() & {step}}
-        mine = {
-            step: here
-            for step, path in paths.items()
-            if (here := parts.find_held(path)) is not None
-        }
-        held = [mine]
+        held = [_find_held(paths)]
         if operation is not None:
             self.meet(operation)
-            texts = operation.exchange("held", json.dumps(mine))
-            held = [
-                {int(step): Held(*row) for step, row in json.loads(text).items()}
-                for text in texts
-            ]
+            held = _exchange_held(operation, "held", held[0])
+            if any(not here.total for steps in held for here in steps.values()):
+                self._mend(held)
+                held = _exchange_held(operation, "mended", _find_held(paths))
+        held = [{n: here for n, here in steps.items() if here.total} for steps in held]
         near = {step for steps in held for step in steps}
 
         def look() -> list[tuple[int, str, str | None]]:
@@ -308,6 +303,24 @@ class PartTier:
             self._sources[path] = sources
             candidates.append((step, path))
         return candidates, lost
+
+    def _mend(self, held: Sequence[Mapping[int, Held]]) -> None:
+        """Copies the metadata of steps here whose marker of parts is damaged."""
+        for step, here in held[self._own].items():
+            if here.total:
+                continue
+            path = self._root / self._format.name(step)
+            same = [
+                process
+                for process, steps in enumerate(held)
+                if (other := steps.get(step)) is not None
+                and (other.save, bool(other.total)) == (here.save, True)
+            ]
+            sources = Sources(path, step, here.save, self._own, self._peers, {0: same})
+            try:
+                peer_copies.copy_metadata(sources, self._mode)
+            except (errors.CheckpointError, OSError) as error:
+                _log.warning("the parts of step %d here are unknown: %s", step, error)
 
     def adopt_pending(self) -> None:
         """Copies the metadata of steps to upload that only other processes have."""
@@ -478,3 +491,19 @@ class PartTier:
                 secs=secs,
             )
         return fault
+
+
+def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:
+    """Returns what this process has of the steps at `paths`."""
+    found = {step: parts.find_held(path) for step, path in paths.items()}
+    return {step: here for step, here in found.items() if here is not None}
+
+
+def _exchange_held(
+    operation: Operation, stage: str, mine: Mapping[int, Held]
+) -> list[dict[int, Held]]:
+    """Returns what each process has."""
+    return [
+        {int(step): Held(*row) for step, row in json.loads(text).items()}
+        for text in operation.exchange(stage, json.dumps(mine))
+    ]

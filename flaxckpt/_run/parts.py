@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
     Attributes:
         save: The identity of the save: parts of other saves do not fit.
-        total: Number of parts of the step.
+        total: Number of parts of the step; 0 if the marker of parts is damaged.
         parts: The parts whose files are all there.
         created: Nanoseconds since 1970 at the call of the save.
         is_settled: Whether the step was in the run directory before its last change.
@@ -50,12 +50,13 @@ def identify(path: Path) -> str | None:
 
 def find_held(path: Path) -> Held | None:
     """Returns what is here of a step; None for a step of another program."""
+    if (save := identify(path)) is None:
+        return None
     try:
         parts = find_parts(path)
-    except (errors.DamagedCheckpointError, OSError, ValueError):
-        return None
-    save = identify(path)
-    if save is None:
+    except errors.DamagedCheckpointError:
+        return Held(save, 0, ())
+    except (OSError, ValueError):
         return None
     here = [n for n, files in enumerate(parts.files) if _has_all(path, files)]
     is_settled = _steps.markers.is_settled(path)

@@ -1,5 +1,6 @@
 """Runs in which each process has a staging directory of its own."""
 
+import json
 import shutil
 
 import pytest
@@ -178,6 +179,26 @@ def test_metadata_is_mended_from_another_process(parts, name):
     said = run(parts, ["restore"])
     assert all(each["restore"] == 2 for each in said)
     assert file.read_bytes() == whole
+
+
+def test_a_damaged_list_of_parts_is_mended_and_no_part_is_missing(parts):
+    file = parts / "local-1/2/PARTS"
+    files = json.loads(file.read_bytes())["files"]
+    file.write_bytes(b'{"own": 1, "fi')
+    said = run(parts, ["restore"])
+    assert all(each["restore"] == 2 for each in said)
+    assert all(each["from_directory"] == 0 for each in said)
+    assert json.loads(file.read_bytes())["files"] == files
+
+
+@pytest.mark.slow
+def test_a_list_of_parts_that_is_damaged_everywhere_loses_the_step(parts):
+    for index in range(2):
+        (parts / f"local-{index}/2/PARTS").write_bytes(b"{}")
+    said = run(parts, ["failing_restore"])
+    for name, text in (each["failing_restore"] for each in said):
+        assert name == "DamagedCheckpointError"
+        assert "PARTS" in text
 
 
 def test_a_step_without_a_deleted_item_is_whole(tmp_path):
