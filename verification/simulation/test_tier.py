@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from flaxckpt._run import upload_copies
+from flaxckpt._run import parts, upload_copies
 from verification.simulation import kernel, planted_tier, runner, tier
 
 MOST_HISTORIES = 600
@@ -42,6 +42,30 @@ def test_copies_survive_a_power_cut():
             story.files.cut_power(story.files.root / machine, _AllLost())
         story.lose("m1")
         story.end(3)
+
+
+def _lose_a_failure_domain(patches):
+    with (
+        runner.installed(tier, patches),
+        tier.story(1, copies=1, domain_size=2, latest=0) as story,
+    ):
+        # The run directory is out of reach, or the upload would save the step.
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(4, ["restore", "save", "copies"], is_calm=True)
+        for machine in ("m0", "m1"):
+            story.lose(machine)
+        story.files.failing.clear()
+        story.end(4)
+
+
+def _copy_to_the_next(domains, count):
+    return [[(process + 1) % len(domains)] for process in range(len(domains))]
+
+
+def test_a_step_survives_the_loss_of_a_failure_domain():
+    _lose_a_failure_domain({})
+    with pytest.raises(kernel.Violation):  # with a copy in the domain of its part
+        _lose_a_failure_domain({(parts, "choose_copies"): _copy_to_the_next})
 
 
 def _copy_part_slowly(staging, operation, copy_part=upload_copies.copy_part):
