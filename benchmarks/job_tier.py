@@ -24,6 +24,9 @@ from benchmarks import memory, several, timing
 SAVES = 3
 """Timed saves of a job, after one that is not timed."""
 
+_STEPS = 1500
+"""Training steps after a save, which the copies of its parts take time from."""
+
 _LOST = 2
 """The process whose directory is removed."""
 
@@ -56,12 +59,15 @@ def main() -> None:
 
     events: list[flaxckpt.Event] = []
 
-    def open_run() -> flaxckpt.Checkpointer:
+    def open_run(
+        copies: int = 0 if is_alone else 1, staging: Path = staging
+    ) -> flaxckpt.Checkpointer:
         return flaxckpt.Checkpointer(
-            job.directory / "run",
+            staging.parent / "run",
             keep=[flaxckpt.policies.OnSteps([0])],  # nothing else is uploaded
             staging=staging,
-            staging_copies=0 if is_alone else 1,
+            keep_staging=[flaxckpt.policies.LatestN(9)],  # no deletion beside a copy
+            staging_copies=copies,
             failure_domain=str,
             sinks=[events.append],
         )
@@ -72,17 +78,31 @@ def main() -> None:
             start = wait_for_all(f"save {number}")
             checkpointer.save(number + 1, state).wait()
             seconds = time.perf_counter() - start
-            with memory.extra_memory() as extra:
-                checkpointer.wait_for_copies()
             if number:
                 report(acknowledged=seconds)
-                if not is_alone:
-                    report(copy_memory=extra[0])
+                checkpointer.wait_for_copies()
+                continue
+            with memory.extra_memory() as extra:  # takes time: not beside a timed one
+                checkpointer.wait_for_copies()
+            if not is_alone:
+                report(copy_memory=extra[0])
     if is_alone:
         return
     copied = [event for event in events if event.kind == "copied"][1:]
     for event in copied:
         report(copy=float(str(event.details["secs"])))
+    train = jax.jit(lambda x: jnp.tanh(x @ x / 512))
+    for number in range(SAVES):
+        for copies, loop in ((0, "loop"), (1, "loop_with_copies")):
+            place = job.directory / loop / f"disk-{job.rank}"
+            with open_run(copies, place) as checkpointer:
+                start = wait_for_all(f"{loop} {number}")
+                checkpointer.save(number, state)
+                x = jnp.ones((512, 512))
+                for _ in range(5 if job.quick else _STEPS):
+                    x = train(x).block_until_ready()
+                report(**{loop: time.perf_counter() - start})
+                checkpointer.wait_for_copies()
     newest = staging / str(SAVES + 1)
     for number in range(SAVES):
         start = wait_for_all(f"local copy {number}")

@@ -261,6 +261,12 @@ TARGETS: tuple[Target, ...] = (
         Series("tier", "local copy", "4 processes"),
     ),
     Target(
+        "a training loop with a save and its copies, to one without copies",
+        Series("tier", "loop with copies", "4 processes"),
+        1.05,
+        Series("tier", "loop", "4 processes"),
+    ),
+    Target(
         "restore after the loss of one directory of four, to a restore without",
         Series("tier", "restore after loss", "4 processes"),
         1.5,
