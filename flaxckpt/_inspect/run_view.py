@@ -182,13 +182,13 @@ def _open_steps(
     root: Path, step_format: str, rules: Rules, *, read_only: bool
 ) -> RunSteps:
     # A `Checkpointer` can do more, but saves and restores need jax.
-    return _run.staging.open_steps(
+    return _run.tiers.staging.open_steps(
         root,
         rules,
         step_format=step_format,
         read_only=read_only,
         staging=None,
-        keep_staging=_run.staging.KEEP,
+        keep_staging=_run.tiers.staging.KEEP,
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         sample_log,
         session,
         settings,
-        staging,
+        tiers,
     )
 
 if not TYPE_CHECKING:

@@ -26,21 +26,12 @@ from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
 from flaxckpt._checkpoint.verify_report import VerifyReport
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage
-from flaxckpt._run import (
-    card,
-    damage,
-    edit,
-    judge,
-    part_tier,
-    restoring,
-    run_steps,
-    saving,
-    watch,
-)
+from flaxckpt._run import card, damage, edit, judge, restoring, run_steps, saving, watch
 from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run import staging as run_staging
 from flaxckpt._run.session import Session
+from flaxckpt._run.tiers import part_tier
+from flaxckpt._run.tiers import staging as run_staging
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout

@@ -24,7 +24,8 @@ from flaxckpt import (
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage, Stored
-from flaxckpt._run import damage, parts, run_steps
+from flaxckpt._run import damage, run_steps
+from flaxckpt._run.tiers import parts
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PyTree
 from flaxckpt.transforms import Transform

@@ -14,7 +14,7 @@ from typing import Literal
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
 from flaxckpt._formats import locate
 from flaxckpt._run import edit, events, judge, params_only, retention
-from flaxckpt._run.part_tier import PartTier
+from flaxckpt._run.tiers.part_tier import PartTier
 
 _log = logging.getLogger(__name__)
 

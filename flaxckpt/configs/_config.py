@@ -105,7 +105,7 @@ class CheckpointConfig:
     peer_timeout_secs: float = _distributed.operation.TIMEOUT_SECS
     read_once: bool = False
     staging: str | None = None
-    keep_staging: tuple[PreservationPolicy, ...] = _run.staging.KEEP
+    keep_staging: tuple[PreservationPolicy, ...] = _run.tiers.staging.KEEP
     staging_copies: int = 0
     peer_network: str | None = None
     peer_certificate: str | None = None

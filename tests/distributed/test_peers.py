@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt._distributed import peer_files
-from flaxckpt._run import parts
+from flaxckpt._run.tiers import parts
 from flaxckpt._util import processes
 from tests.distributed import jobs
 

@@ -350,7 +350,7 @@ def test_a_fork_works_while_its_parent_uploads(run):
     told = run(
         """
         from flaxckpt import errors
-        from flaxckpt._run import upload_copies
+        from flaxckpt._run.tiers import upload_copies
         ssd = directory + "-ssd"
         ckpt = flaxckpt.Checkpointer(directory, staging=ssd)
         ckpt.save(1, state(1)).wait()

@@ -10,7 +10,7 @@ import os
 import numpy as np
 
 import flaxckpt
-from flaxckpt._run import uploads
+from flaxckpt._run.tiers import uploads
 from flaxckpt._steps import names
 from flaxckpt.policies import BestN
 from tests.faults import frozen, scenarios

@@ -7,7 +7,7 @@ from typing import Any
 from flaxckpt import _storage
 from flaxckpt._checkpoint import verify
 from flaxckpt._distributed import operation
-from flaxckpt._run import parts, peer_copies
+from flaxckpt._run.tiers import parts, peer_copies
 from flaxckpt._zarr import chunk_file
 from verification.simulation import network, tier
 from verification.simulation.planted_files import Fault

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from flaxckpt._run import parts, upload_copies
+from flaxckpt._run.tiers import parts, upload_copies
 from verification.simulation import kernel, planted_tier, runner, tier
 
 MOST_HISTORIES = 600

@@ -20,7 +20,7 @@ import flaxckpt
 from flaxckpt import errors, policies
 from flaxckpt._arrays import write_database
 from flaxckpt._distributed import operation
-from flaxckpt._run import uploads
+from flaxckpt._run.tiers import uploads
 from verification.simulation import (
     databases,
     disks,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _checkpoint, _distributed, _steps, _storage, _util, errors
 from flaxckpt._run import events as run_events
-from flaxckpt._run import parts, peer_copies, run_index
-from flaxckpt._run.parts import Held, Lost
-from flaxckpt._run.peer_copies import Copied, Sources
+from flaxckpt._run import run_index
+from flaxckpt._run.tiers import parts, peer_copies
+from flaxckpt._run.tiers.parts import Held, Lost
+from flaxckpt._run.tiers.peer_copies import Copied, Sources
 from flaxckpt._types import PathLike
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from flaxckpt import (
     _util,
     errors,
 )
-from flaxckpt._run import edit, retention, upload_copies
+from flaxckpt._run import edit, retention
 from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
+from flaxckpt._run.tiers import upload_copies
 
 _log = logging.getLogger(__name__)
 

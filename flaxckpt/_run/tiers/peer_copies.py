@@ -18,7 +18,7 @@ from flaxckpt import (
     _storage,
     errors,
 )
-from flaxckpt._run import parts
+from flaxckpt._run.tiers import parts
 from flaxckpt._steps.markers import PARTS, StepParts
 
 if TYPE_CHECKING:

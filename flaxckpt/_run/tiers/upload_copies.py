@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
-from flaxckpt._run.parts import find_held, find_parts
+from flaxckpt._run.tiers.parts import find_held, find_parts
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation

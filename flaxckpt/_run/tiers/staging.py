@@ -1,8 +1,8 @@
 """A staging directory on a faster disk, in front of the run directory.
 
-Steps are committed in staging with a marker that an upload is pending; `_run.uploads`
-uploads them. A change of a step in staging is made there and marks the step again.
-After a crash, the next start uploads all marked steps.
+Steps are committed in staging with a marker that an upload is pending; `uploads` makes
+the uploads. A change of a step in staging is made there and marks the step again. After
+a crash, the next start uploads all marked steps.
 """
 
 from __future__ import annotations
@@ -22,16 +22,9 @@ from flaxckpt import (
     errors,
     policies,
 )
-from flaxckpt._run import (
-    edit,
-    judge,
-    retention,
-    run_index,
-    run_steps,
-    upload_copies,
-    uploads,
-)
-from flaxckpt._run.part_tier import NO_PEERS, PartTier, PeerOptions
+from flaxckpt._run import edit, judge, retention, run_index, run_steps
+from flaxckpt._run.tiers import upload_copies, uploads
+from flaxckpt._run.tiers.part_tier import NO_PEERS, PartTier, PeerOptions
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 

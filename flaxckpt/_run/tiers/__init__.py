@@ -1,0 +1,15 @@
+"""The tiers of a run: staging, uploads to the run directory, and copies at peers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flaxckpt import _doors
+
+if TYPE_CHECKING:
+    from flaxckpt._run.tiers import staging
+
+__all__ = ["staging"]
+
+if not TYPE_CHECKING:
+    __getattr__ = _doors.opener(__name__, __all__)
