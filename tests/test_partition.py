@@ -250,8 +250,11 @@ def test_devices_that_hold_the_same_share_the_writing(tmp_path):
         ({"rules": {"embed": 3}}, "rules must map each logical axis to a mesh"),
         ({"rules": {"embed": "modle"}}, "'modle', the mesh has.*nearest: 'model'"),
         ({"leaf_rules": [(".*", P()), ("0", P())]}, "0: matches no leaf"),
-        ({"leaf_rules": [(".*/kernel", P("data"))]}, "params/inner/bias.*no rule"),
-        ({"leaf_rules": [(".*", P("rows"))]}, "'rows', the mesh has"),
+        ({"leaf_rules": [(".*/kernel", P("data"))]}, "inner/bias.*no rule.*outer/bias"),
+        (
+            {"leaf_rules": [(".*", P("rows"))]},
+            "inner/bias.*inner/kernel.*outer/bias.*outer/kernel.*'rows', the mesh has",
+        ),
         ({"leaf_rules": [(".*", P("data", "data"))]}, "axis of the mesh twice"),
         ({"leaf_rules": [(".*", P(None, "model"))]}, "more parts than"),
         ({"leaf_rules": [(".*", P(("data", "model")))]}, "cannot split 2 into 8 equal"),
@@ -260,9 +263,6 @@ def test_devices_that_hold_the_same_share_the_writing(tmp_path):
     ],
 )
 def test_rules_that_do_not_fit_are_one_error_that_names_every_leaf(options, message):
-    def init():
-        return {"params": linen_state().params, "own": linen_state("mesh").params}
-
     if "rules" not in options and "leaf_rules" not in options:
         with nnx.use_eager_sharding(False):
             state = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))

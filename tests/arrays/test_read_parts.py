@@ -315,11 +315,16 @@ def test_regions_without_a_common_chunk_are_mapped_on_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_a_region_without_elements_has_no_bytes(tmp_path, memory_map):
+def test_a_region_without_elements_has_no_bytes(
+    tmp_path, monkeypatch, reads, memory_map
+):
+    for mapping in ("map_block", "map_blocks"):
+        seams.replace(monkeypatch, f"chunk_file.{mapping}", None)
     array = numbers((4, 2**14))
     raw, info = written(tmp_path, array, (2, 2**14), 2**20)
     regions = [((2, 2), (0, 2**14))]
     check_values(read(raw, info, regions, memory_map=memory_map), array, regions)
+    assert not reads
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENODEV, errno.EIO])

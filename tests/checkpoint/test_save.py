@@ -809,7 +809,7 @@ def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("text", [LONE, PAIR])
+@pytest.mark.parametrize("text", [LONE, PAIR, "\udc80"])
 def test_keys_that_are_no_unicode_are_refused(tmp_path, text):
     for value in (jnp.ones(2), "text", 1, {}):
         with pytest.raises(errors.LeafNameError, match="not valid Unicode"):
@@ -1071,11 +1071,6 @@ def test_names_of_arrays_that_orbax_cannot_read_are_refused(tmp_path, name):
         flaxckpt.save(tmp_path / "c", {name: np.ones(2)})
     flaxckpt.save(tmp_path / "c", {name: {"b": np.ones(2)}, "/a": np.ones(2)})
     assert list(flaxckpt.load(tmp_path / "c")) == [name, "/a"]
-
-
-def test_a_key_that_is_no_unicode_is_refused(tmp_path):
-    with pytest.raises(errors.LeafNameError, match="not valid Unicode"):
-        flaxckpt.save(tmp_path / "c", {"\udc80": np.ones(2)})
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "msgpack", "npz", "pt", "H5", "bin"])

@@ -355,7 +355,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, message):
         CheckpointConfig.from_file(tmp_path / name, group="run.ckpt")
 
 
-def test_a_policy_of_ones_own_is_used_and_not_written():
+def test_a_policy_of_ones_own_is_used_and_not_written(tmp_path):
     class Primes:
         def preserved(self, checkpoints):
             return {2, 3}
@@ -363,7 +363,12 @@ def test_a_policy_of_ones_own_is_used_and_not_written():
         def __str__(self):
             return "Primes"
 
-    config = CheckpointConfig(keep=[Primes()])
+    config = CheckpointConfig(directory=tmp_path, keep=[Primes()])
+    with config.checkpointer() as ckpt:
+        for step in range(6):
+            ckpt.save(step, {"w": np.ones(1)})
+        ckpt.wait()
+        assert ckpt.steps() == [2, 3, 5]
     with pytest.raises(errors.OptionError, match=r"keep\[0\] is Primes"):
         config.to_mapping()
 

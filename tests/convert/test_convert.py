@@ -240,16 +240,18 @@ def test_types_that_safetensors_lacks_are_all_named(tmp_path):
 
 
 def test_names_that_collide_are_all_named(tmp_path):
-    tree = {"a": {"b": jnp.zeros(1)}, "a.b": jnp.ones(1), "__metadata__": jnp.ones(1)}
-    flaxckpt.save(
-        tmp_path / "c", {"x": {"b": tree["a.b"]}, "__metadata__": tree["a.b"]}
-    )
-    with pytest.raises(errors.LeafNameError) as caught:
-        flaxckpt.convert(tmp_path / "c", tmp_path / "m", format="safetensors")
-    assert caught.value.names.keys() == {"__metadata__"}
-    path = tmp_path / "m.msgpack"
-    flaxckpt.convert(tmp_path / "c", path, format="msgpack")
-    assert path.is_file()
+    tree = {"a": {"b": np.zeros(1)}, "a.b": np.ones(1), "__metadata__": np.ones(1)}
+    source = tmp_path / "source"
+    source.write_bytes(serialization.msgpack_serialize(tree))
+    for format_name, names in (
+        ("safetensors", {"a.b", "__metadata__"}),
+        ("orbax", {"a.b"}),
+    ):
+        with pytest.raises(errors.LeafNameError) as caught:
+            flaxckpt.convert(source, tmp_path / "m", format=format_name)
+        assert caught.value.names.keys() == names
+    flaxckpt.convert(source, tmp_path / "m.msgpack", format="msgpack")
+    assert (tmp_path / "m.msgpack").read_bytes() == source.read_bytes()
 
 
 # ---- Orbax ------------------------------------------------------------------------
@@ -321,12 +323,25 @@ def key_data(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+def test_json_items_come_along(tmp_path):
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+        items = {
+            "state": ocp.args.StandardSave({"w": np.ones(3)}),
+            "extra": ocp.args.JsonSave({"a": 1}),
+        }
+        writer.save(tmp_path / "source", ocp.args.Composite(**items))
+    flaxckpt.convert(tmp_path / "source", tmp_path / "c")
+    assert flaxckpt.metadata(tmp_path / "c").json == {"extra": {"a": 1}}
+
+
 def test_everything_beside_the_state_comes_along(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         batches = flaxckpt.datasets.StepIndexed(lambda i: i)
         next(batches)
-        ckpt.save(3, {"w": jnp.ones(2)}, metrics={"loss": 0.5}, dataset=batches)
+        beside = {"metrics": {"loss": 0.5}, "dataset": batches, "metadata": METADATA}
+        ckpt.save(3, {"w": jnp.ones(2)}, **beside)
     flaxckpt.convert(tmp_path / "run", tmp_path / "new" / "3")
+    assert flaxckpt.metadata(tmp_path / "new").custom == METADATA
     with flaxckpt.Checkpointer(tmp_path / "new", read_only=True) as ckpt:
         batches = flaxckpt.datasets.StepIndexed(lambda i: i)
         ckpt.restore(dataset=batches)
@@ -584,6 +599,18 @@ def kill_halfway(source, target, format_name, layout):
     return target.with_name(target.name + TEMPORARY)
 
 
+def trace_reads(monkeypatch):
+    """Returns the names of the pieces that are read from now on."""
+    read, original = [], seams.current("blockwise.read")
+
+    def traced(pieces, **options):
+        read.extend(piece.name for piece in pieces)
+        return original(pieces, **options)
+
+    seams.replace(monkeypatch, "blockwise.read", traced)
+    return read
+
+
 def files_with(done, root):
     """The files of an unfinished database that have these pieces and no others."""
     found = set()
@@ -621,14 +648,7 @@ def test_killed_conversion_resumes_where_it_stopped(
         for path in files_with(done, temporary / "out/state")
     }
     assert bool(files) == (format_name == "orbax")
-    read = []
-    original = seams.current("blockwise.read")
-
-    def traced(pieces, **options):
-        read.extend(piece.name for piece in pieces)
-        return original(pieces, **options)
-
-    seams.replace(monkeypatch, "blockwise.read", traced)
+    read = trace_reads(monkeypatch)
     flaxckpt.convert(
         source,
         target,
@@ -681,20 +701,32 @@ def test_a_source_that_has_changed_starts_over(tmp_path):
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
 def test_conversion_resumes_after_an_error(tmp_path, monkeypatch, format_name, fault):
     source, target = big_source(tmp_path), tmp_path / "new"
+    temporary = target.with_name("new" + TEMPORARY)
+    options = {"format": format_name, "max_concurrent_bytes": 2**17}
+    seam = {"write": "convert.journal_add", "finish": "disk.sync_tree"}[fault]
+    real = seams.current(seam)
 
-    def fail(*args, **options):
-        raise OSError("no space left")
+    def fail(first, *rest):
+        if first == temporary / "out" or (temporary / "done.txt").stat().st_size:
+            raise OSError("no space left")
+        return real(first, *rest)
 
     with monkeypatch.context() as patch:
-        if fault == "write":
-            seams.replace(patch, "convert.journal_add", fail)
-        else:
-            seams.replace(patch, "disk.sync_tree", fail)
+        seams.replace(patch, seam, fail)
         with pytest.raises(errors.SaveFailedError, match="no space left"):
-            flaxckpt.convert(source, target, format=format_name)
+            flaxckpt.convert(source, target, **options)
     assert not target.exists()
-    flaxckpt.convert(source, target, format=format_name)
-    assert not target.with_name("new" + TEMPORARY).exists()
+    done = (temporary / "done.txt").read_text().splitlines()
+    assert done
+    read = trace_reads(monkeypatch)
+    flaxckpt.convert(source, target, **options)
+    assert set(read).isdisjoint(done)
+    assert read or fault == "finish"
+    assert not temporary.exists()
+    flaxckpt.convert(source, tmp_path / "fresh", **options)
+    strategies.assert_same_state(
+        flaxckpt.load(tmp_path / "fresh"), flaxckpt.load(target)
+    )
     if format_name != "msgpack":
         assert_equal(source, target)
 

@@ -125,10 +125,7 @@ def test_msgpack_through_orbax_has_the_same_bytes(tmp_path):
     flaxckpt.convert(source, tmp_path / "c")
     back = tmp_path / "back.msgpack"
     flaxckpt.convert(tmp_path / "c", back, format="msgpack")
-    wanted = flax.serialization.msgpack_restore(source.read_bytes())
-    found = flax.serialization.msgpack_restore(back.read_bytes())
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    strategies.assert_same_state(wanted, found)
+    assert back.read_bytes() == source.read_bytes()
 
 
 def test_every_kind_of_leaf_of_msgpack_comes_through_orbax(tmp_path):

@@ -258,7 +258,7 @@ def assert_exact_or_refused_or_shorter(case: Case, path: Path) -> bool:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path, data):
-    """They may change a name, a number or a type, but nothing else is read."""
+    """Anywhere: they may change names, types and values, but nothing else is read."""
     content = bytearray(case.path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(

@@ -24,7 +24,7 @@ class Faulty:
     """
 
     def __init__(self, real, *, seed=0, rate=0, last=None):
-        self.requests = 0
+        self.requests = self.faults = 0
         self._real = real
         self._random = random.Random(seed)
         self._rate = rate
@@ -70,6 +70,7 @@ class Faulty:
             is_safe = if_equal is not None and value is not None
             if not is_safe or self._random.randrange(100) >= self._rate:
                 return self._write(key, value, if_equal)
+            self.faults += 1
             fault = self._random.choice(FAULTS)
             if fault == "torn" and key.endswith(run_files.LOCK):
                 fault = "refused"  # half a lock has no owner, and delays everybody
@@ -99,10 +100,10 @@ def faulty(path, **given):
         kv.deliver()
 
 
-def new_path(name):
+def new_path(name, retries=6):
     """Returns a path in a new bucket in memory, with immediate retries."""
     url = f"memory://{name}"
-    flaxckpt.set_store_options(url, flaxckpt.StoreOptions(retries=6))
+    flaxckpt.set_store_options(url, flaxckpt.StoreOptions(retries=retries))
     path = flaxckpt.Checkpointer(f"{url}/run", read_only=True).directory
     path.store.delete_under("")
     return path

@@ -316,12 +316,6 @@ def test_a_step_is_overwritten_only_without_files_of_others(item):
     check(flaxckpt.load(step.parent / "flat", ABSTRACT), make_state(2))
 
 
-def test_the_name_of_the_handler_is_known_to_the_readers():
-    assert (
-        CheckpointHandler.typestr() == "flaxckpt.integrations.orbax.CheckpointHandler"
-    )
-
-
 # ---- what goes wrong ----------------------------------------------------------------
 
 

@@ -293,12 +293,16 @@ def test_leaves_outside_the_parameters_stay_on_the_way_back(tmp_path, kind):
         "batch_stats": {"mean": np.ones(3)},
     }
     flaxckpt.save(tmp_path / "run", state)
-    back = flatten(
-        flaxckpt.load(tmp_path / "run", transforms=inverse(changes))["model"]
-    )
+    found = flaxckpt.load(tmp_path / "run", transforms=inverse(changes))
+    back = flatten(found["model"])
     for path, leaf in tensors.items():
         name = path.removeprefix("model/")
         np.testing.assert_array_equal(leaf, back[name], err_msg=name)
+    assert found["step"] == 3
+    assert found["key"] == state["key"]
+    np.testing.assert_array_equal(found["batch_stats"]["mean"], np.ones(3))
+    assert found["opt_state"][0].count == 0
+    assert flatten(found["opt_state"][0].mu).keys() == back.keys()
 
 
 @pytest.mark.parametrize("target", ["linen", "tunix"])

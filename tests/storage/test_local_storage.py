@@ -573,10 +573,16 @@ def test_a_checkpoint_that_another_process_swept_is_not_published(tmp_path):
 
 
 def test_a_checkpoint_has_its_mode_before_it_has_its_name(tmp_path, umask):
-    commit(tmp_path / "7", mode=0o750)
-    assert permissions(tmp_path / "7") == permissions(tmp_path / "7/state") == 0o750
-    assert permissions(tmp_path / "7/state/w") == 0o640
-    commit(tmp_path / "8")
+    found = []
+
+    def publish(new, path):
+        found.append([permissions(new / name) for name in ("", "state", "state/w")])
+        rename.publish(new, path)
+
+    commit(tmp_path / "7", publish, mode=0o750)
+    commit(tmp_path / "8", publish)
+    assert found == [[0o750, 0o750, 0o640], [0o755, 0o755, 0o644]]
+    assert permissions(tmp_path / "7") == 0o750
     assert permissions(tmp_path / "8") == 0o755
 
 

@@ -225,9 +225,9 @@ def test_options_come_from_the_environment_and_from_the_caller(
 
 def test_error_names_a_missing_bucket(store_path):
     store_path("moto")
-    with pytest.raises(errors.CheckpointError, match="bucket"):
+    with pytest.raises(errors.CheckpointError, match="no-such-bucket"):
         flaxckpt.load("s3://no-such-bucket/c")
-    with pytest.raises(errors.CheckpointError, match="bucket"):
+    with pytest.raises(errors.CheckpointError, match="no-such-bucket"):
         flaxckpt.save("s3://no-such-bucket/c", state(1))
 
 

@@ -269,6 +269,8 @@ def test_an_average_in_an_optimizer_comes_back_or_is_named(tmp_path):
 
     with saved(tmp_path, state_of({"w": W})) as ckpt:
         check_same(resume(ckpt, state_of(None)), state_of({"w": W}))
+        with pytest.raises(errors.RestoreMismatchError, match="opt_state/1/ema/w: "):
+            resume(ckpt, state_of(None, optax.EmptyState()))
 
 
 def test_params_and_moments_that_a_state_lacks_come_back_together(tmp_path):

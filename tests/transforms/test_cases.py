@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt.transforms import tie
+from tests.helpers import seams
 from tests.transforms.cases import (
     CASES,
     MISFITS,
@@ -155,8 +156,11 @@ def test_the_table_has_all_transforms_on_leaves_of_their_own():
 
 
 @pytest.mark.parametrize(("changes", "says"), MISFITS)
-def test_misfits_are_refused_before_anything_is_read(tmp_path, changes, says):
+def test_misfits_are_refused_before_anything_is_read(
+    tmp_path, monkeypatch, changes, says
+):
     flaxckpt.save(tmp_path / "c", misfit_state())
+    seams.replace(monkeypatch, "arrays.read", None)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(tmp_path / "c", transforms=changes)
     message = str(caught.value)

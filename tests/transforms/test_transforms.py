@@ -942,10 +942,15 @@ def test_copies_of_parameters_are_changed_as_these_are(tmp_path):
 
 
 def test_placeholders_of_adafactor_start_afresh(tmp_path):
+    def check_placeholders(state):
+        rows, columns = state.opt_state[0].v_row, state.opt_state[0].v_col
+        assert [x.tolist() for x in jax.tree.leaves((rows, columns))] == [[0], [0]]
+
     tx = optax.adafactor(1e-2)
     layers = {f"layers_{i}": {"b": jnp.full((1,), float(i))} for i in range(2)}
     state = TrainState.create(apply_fn=None, params=layers, tx=tx)
-    flaxckpt.save(tmp_path / "c", state)
+    used = jax.tree.map(lambda x: x + 1, state.opt_state)
+    flaxckpt.save(tmp_path / "c", state.replace(opt_state=used))
     scanned = {"layers": {"b": jnp.zeros((2, 1))}}
     wanted = TrainState.create(apply_fn=None, params=scanned, tx=tx)
     found = flaxckpt.load(
@@ -954,6 +959,7 @@ def test_placeholders_of_adafactor_start_afresh(tmp_path):
         transforms=[stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")],
     )
     np.testing.assert_array_equal(found.params["layers"]["b"], [[0.0], [1.0]])
+    check_placeholders(found)
     wide = TrainState.create(apply_fn=None, params={"b": jnp.zeros(5)}, tx=tx)
     steps = [
         keep("params/layers_1/.*|opt_state/.*"),
@@ -962,6 +968,7 @@ def test_placeholders_of_adafactor_start_afresh(tmp_path):
     ]
     found = flaxckpt.load(tmp_path / "c", wide, transforms=steps, missing="init")
     np.testing.assert_array_equal(found.params["b"], np.ones(5))
+    check_placeholders(found)
 
 
 def test_a_parameter_called_like_a_field_is_no_field(tmp_path):

@@ -55,11 +55,9 @@ def test_without_the_cookie_nothing_is_shown(served, path, cookie):
     assert "one" not in reply.text.replace("flaxckpt", "")
 
 
-@pytest.mark.parametrize("token", ["", "x", "é", "%ff", "a" * 5000])
+@pytest.mark.parametrize("token", ["", "x", "%C3%A9", "%ff", "a" * 5000])
 def test_another_token_is_refused(served, token):
-    reply = served.ask(
-        f"/?token={token.encode().hex() if token == 'é' else token}", cookie=None
-    )
+    reply = served.ask(f"/?token={token}", cookie=None)
     assert reply.status == 401
     assert "set-cookie" not in reply.headers
 
