@@ -8,7 +8,6 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint.cancellation import Cancellation
 from tests.helpers import seams
 from tests.helpers.gates import Gate
 
@@ -142,26 +141,24 @@ def test_several_threads_may_cancel_and_wait(tmp_path, monkeypatch):
     assert found == [True] * 4
 
 
-def test_either_the_commit_or_the_cancel_comes_first():
-    for _ in range(200):
-        cancellation, outcome = Cancellation(), []
-        ready = threading.Barrier(2)
+def test_either_the_commit_or_the_cancel_comes_first(tmp_path, monkeypatch):
+    ready, sync = threading.Barrier(2), seams.current("disk.sync_tree")
 
-        def commit(cancellation=cancellation, outcome=outcome, ready=ready):
-            ready.wait()
-            try:
-                cancellation.close()
-                outcome.append("committed")
-            except errors.SaveCancelledError as error:
-                outcome.append(str(error))
-
-        thread = threading.Thread(target=commit)
-        thread.start()
+    def sync_and_meet(path):
+        size = sync(path)
         ready.wait()
-        cancellation.cancel("cancelled")
-        thread.join()
-        try:
-            cancellation.check()
-            assert outcome == ["committed"]
-        except errors.SaveCancelledError:
-            assert outcome == ["cancelled"]
+        return size
+
+    seams.replace(monkeypatch, "disk.sync_tree", sync_and_meet)
+    for n in range(60):
+        path = tmp_path / str(n)
+        handle = flaxckpt.save_async(path, {"n": n})
+        ready.wait()
+        time.sleep(n / 1e5)
+        if handle.cancel():
+            with pytest.raises(errors.SaveCancelledError):
+                handle.wait()
+            assert not path.exists()
+        else:
+            assert handle.wait().path == str(path)
+            assert flaxckpt.load(path) == {"n": n}

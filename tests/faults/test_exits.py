@@ -97,10 +97,9 @@ MUTE = {
 class Mute(Exception):
     def __str__(self):
         raise ValueError
-from flaxckpt._checkpoint import commit
 def fails(*ignored):
     raise Mute
-commit.write_files = fails""",
+replace("commit.write_files", fails)""",
 }
 
 
@@ -278,16 +277,14 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
 def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
     done = run(
         """
-        from flaxckpt._arrays import read
-
         save(directory).wait()
-        may_read, real = threading.Event(), read.read
+        may_read, real = threading.Event(), seams.current("arrays.read")
 
         def hold(*args):
             may_read.wait()
             return real(*args)
 
-        read.read = hold
+        replace("arrays.read", hold)
         handle = flaxckpt.load_async(directory)
         child = os.fork()
         if child == 0:
@@ -324,16 +321,19 @@ def test_a_fork_while_the_collector_is_paused_has_it_on(run):
     done = run(
         """
         import gc
-        from flaxckpt._util import gc_pause
 
-        inside, leave = threading.Event(), threading.Event()
+        save(directory).wait()
+        inside, leave, real = (
+            threading.Event(), threading.Event(), seams.current("arrays.begin_read")
+        )
 
-        @gc_pause.pause()
-        def work():
+        def hold(*args, **options):
             inside.set()
             leave.wait()
+            return real(*args, **options)
 
-        thread = threading.Thread(target=work)
+        replace("arrays.begin_read", hold)
+        thread = threading.Thread(target=flaxckpt.load, args=(directory,))
         thread.start()
         inside.wait()
         assert not gc.isenabled()

@@ -19,10 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors, formats, transforms
-from flaxckpt._arrays import blockwise as arrays_blockwise
-from flaxckpt._formats import locate
 from flaxckpt.cli import app
 from tests import GOLDEN
+from tests.helpers import seams
 from tests.hostile import npz as hostile
 
 VALUES = np.arange(4 * 6, dtype=np.float32).reshape(4, 6)
@@ -187,15 +186,21 @@ def test_converted_archives_are_equal_and_compared_leaf_by_leaf(tmp_path, save):
 
 
 @SAVES
-def test_leaves_are_converted_in_pieces(tmp_path, save):
+def test_leaves_are_converted_in_pieces(tmp_path, monkeypatch, save):
     wanted = np.arange(2**16, dtype=np.float32).reshape(2**10, 64)
     save(tmp_path / "a.npz", w=wanted, f=np.asfortranarray(wanted))
-    stored = locate.read_stored(tmp_path / "a.npz", None)
-    for leaf in stored.table.values():
-        pieces = arrays_blockwise.cut(leaf, chunk_shape=None, max_bytes=2**15)
-        assert len(pieces) == 8
-        found = arrays_blockwise.read(pieces, max_bytes=2**15)
-        np.testing.assert_array_equal(np.concatenate(found), wanted)
+    read, real = [], seams.current("blockwise.read")
+
+    def trace(pieces, **options):
+        read.extend(piece.name for piece in pieces)
+        return real(pieces, **options)
+
+    seams.replace(monkeypatch, "blockwise.read", trace)
+    target = tmp_path / "m.safetensors"
+    flaxckpt.convert(tmp_path / "a.npz", target, max_concurrent_bytes=2**16)
+    assert len(read) == len(set(read)) == 16
+    for array in flaxckpt.load(target).values():
+        np.testing.assert_array_equal(array, wanted)
 
 
 def test_copies_that_big_vision_numbers_are_steps(tmp_path):

@@ -22,25 +22,23 @@ from tests.helpers import seams
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
 CHILD = """
-import fcntl, functools, os, signal, subprocess, sys, termios, threading, time
+import contextlib, fcntl, functools, io, os, signal, subprocess, sys, termios, threading, time
 import numpy as np
-import flaxckpt
-from flaxckpt._arrays import blockwise
-from flaxckpt._zarr import chunk_file
-from flaxckpt._inspect import listing
-from flaxckpt._run import disk_usage
-from flaxckpt._util import progress
+import pytest
+import flaxckpt, flaxckpt.cli
+from tests.helpers import seams
 
 directory, is_quiet = sys.argv[1], sys.argv[2] == "quiet"
-progress._DELAY_SECS = 0
+patch = pytest.MonkeyPatch()
+seams.replace(patch, "progress.delay_secs", 0)
 go = threading.Event()
 
 def read_lines():
     for line in sys.stdin:
         go.set()
 
-def held_up(module, name):
-    real = getattr(module, name)
+def hold_up(seam):
+    real = seams.current(seam)
     @functools.wraps(real)
     def call(*args, **kwargs):
         if is_quiet:
@@ -49,7 +47,7 @@ def held_up(module, name):
         else:
             go.wait()
         return real(*args, **kwargs)
-    setattr(module, name, call)
+    seams.replace(patch, seam, call)
 
 if os.isatty(0):
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -59,10 +57,10 @@ if "IN_BACKGROUND" in os.environ:
     os.tcsetpgrp(0, other.pid)
 if not is_quiet:
     threading.Thread(target=read_lines, daemon=True).start()
-held_up(chunk_file, "write")
-held_up(chunk_file, "read")
-held_up(blockwise, "read")
-held_up(disk_usage, "on_disk")
+hold_up("chunk_file.write")
+hold_up("chunk_file.read")
+hold_up("blockwise.read")
+hold_up("disk_usage.on_disk")
 state = {"w": np.ones(5_000_000, np.uint8)}
 
 flaxckpt.save(f"{directory}/first", state)
@@ -77,7 +75,8 @@ flaxckpt.load(f"{directory}/first", memory_map=False)
 go.clear()
 flaxckpt.convert(f"{directory}/first", f"{directory}/m.safetensors")
 go.clear()
-listing.listing(f"{directory}/run")
+with contextlib.redirect_stdout(io.StringIO()):
+    flaxckpt.cli.app(["ls", f"{directory}/run"], standalone_mode=False)
 print("all done", flush=True)
 if "IN_BACKGROUND" in os.environ:
     other.kill()
