@@ -22,7 +22,8 @@ from tests.helpers import seams
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
 CHILD = """
-import contextlib, fcntl, functools, io, os, signal, subprocess, sys, termios, threading, time
+import contextlib, fcntl, functools, io, os, signal
+import subprocess, sys, termios, threading, time
 import numpy as np
 import pytest
 import flaxckpt, flaxckpt.cli
