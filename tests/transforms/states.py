@@ -41,8 +41,13 @@ def state_of(kind, params, tx):
 
 
 def leaf_table(state):
-    """Returns the leaf table of a state, with roles."""
-    return flax_state.flatten(state).table_with_roles()
+    """Returns the leaf table of a state, with roles and boxes."""
+    return flax_state.flatten(state).table_to_transform()
+
+
+def apply(changes, table, wanted=None):
+    """Returns a leaf table after transforms, on restore such as to fill `wanted`."""
+    return base.apply(changes, table, wanted)
 
 
 def _values(table):
