@@ -4,50 +4,51 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
-from flaxckpt._transforms import from_text
-from flaxckpt._transforms.base import describe
+from tests.helpers import command_line
 
 
-def test_texts_become_transforms_in_order():
-    found = from_text.parse(
-        only=["params/.*", "step"],
-        drop=["params/old/.*"],
-        rename=[r"params/(.*)=\1", "step=count"],
-        cast=[".*/kernel=bfloat16"],
-    )
-    assert [line.partition("(")[0] for line in describe(found)] == [
-        *("keep", "drop", "rename", "rename", "cast")
-    ]
-    assert from_text.parse() == []
-
-
-def test_they_change_a_checkpoint(tmp_path):
+def convert(directory, *texts, code=0):
+    """Converts a checkpoint with options as `--only`, and returns what is printed."""
     state = {
-        "params": {"dense": {"kernel": np.ones((2, 3), np.float32)}},
+        "params": {"dense": {"kernel": np.ones((2, 3), np.float32)}, "old": {"w": 1}},
         "step": 3,
         "rest": np.zeros(2),
     }
-    flaxckpt.save(tmp_path / "a", state)
-    changes = from_text.parse(
-        only=["params/.*", "step"], rename=[r"params/(.*)=\1"], cast=[".*el=bfloat16"]
+    flaxckpt.save(directory / "a", state)
+    given = ["convert", directory / "a", directory / "b", *texts]
+    return command_line.run(*given, code=code)
+
+
+def test_texts_become_transforms_in_order(tmp_path):
+    convert(
+        tmp_path,
+        "--cast=dense/weight=bfloat16",
+        r"--rename=params/(.*)=\1",
+        "--rename=dense/kernel=dense/weight",
+        "--rename=step=count",
+        "--drop=params/old/.*",
+        "--only=params/.*",
+        "--only=step",
     )
-    found = flaxckpt.load(tmp_path / "a", transforms=changes)
-    assert found["step"] == 3
-    assert found.keys() == {"dense", "step"}
-    assert found["dense"]["kernel"].dtype.name == "bfloat16"
+    found = flaxckpt.load(tmp_path / "b")
+    assert (found.keys(), found["count"]) == ({"dense", "count"}, 3)
+    assert found["dense"]["weight"].dtype.name == "bfloat16"
+    described = [
+        line.partition("(")[0]
+        for line in command_line.read_json("show", tmp_path / "b")["transforms"]
+    ]
+    assert described == ["keep", "drop", "rename", "rename", "rename", "cast"]
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
+    ("text", "message"),
     [
-        ({"rename": ["params"]}, "rename must be PATTERN=NAME, found 'params'"),
-        ({"rename": ["=b"]}, "rename must be PATTERN=NAME, found '=b'"),
-        ({"cast": [".*"]}, r"cast must be PATTERN=DTYPE, found '\.\*'"),
-        ({"cast": [".*=floaty"]}, "floaty"),
-        ({"only": ["("]}, "regular expression"),
+        ("--rename=params", "rename must be PATTERN=NAME, found 'params'"),
+        ("--rename==b", "rename must be PATTERN=NAME, found '=b'"),
+        ("--cast=.*", "cast must be PATTERN=DTYPE, found '.*'"),
+        ("--cast=.*=floaty", "floaty"),
+        ("--only=(", "regular expression"),
     ],
 )
-def test_wrong_texts_are_refused(rules, message):
-    with pytest.raises(errors.OptionError, match=message):
-        from_text.parse(**rules)
+def test_wrong_texts_are_refused(tmp_path, text, message):
+    assert message in convert(tmp_path, text, code=2)
