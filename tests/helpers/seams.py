@@ -138,6 +138,7 @@ SEAMS = {
     "run_index.identify_save": "_run.run_index:identify_save",
     "run_step.is_outdated": "_run.run_index:RunStep.is_outdated",
     "save.write_snapshot": "_checkpoint.save:write_snapshot",
+    "store.read_into": "_storage.storage:_OBJECTS.read_into",
     "store.stream": "_storage.storage:_OBJECTS.stream",
     "temporary.claim": "_storage.temporary:claim",
     "temporary.discard": "_storage.temporary:discard",

@@ -2,29 +2,29 @@
 
 import os
 
-import pytest
+from tests.helpers import command_line, seams
 
-from flaxckpt import errors
-from flaxckpt._inspect import doctor as inspect_doctor
-from tests.helpers import seams
+
+def examine(directory, *options, code=0):
+    return command_line.read_json("doctor", directory, *options, code=code)
 
 
 def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
     (tmp_path / "mine").write_text("x")
-    found = inspect_doctor.examine(tmp_path, max_bytes=10**6, max_secs=1)
+    found = examine(tmp_path, "--max-mb=1", "--max-secs=1")
     assert os.listdir(tmp_path) == ["mine"]  # noqa: PTH208
-    assert found.problems == ()
-    assert found.directory == str(tmp_path)
-    assert found.free_bytes > 0
-    assert min(found.sync_secs, found.write_rate, found.read_rate) > 0
-    assert found.versions["python"].startswith("3.")
-    assert found.features.keys() == {
+    assert found["problems"] == []
+    assert found["directory"] == str(tmp_path)
+    assert found["free_bytes"] > 0
+    assert min(found["sync_secs"], found["write_rate"], found["read_rate"]) > 0
+    assert found["versions"]["python"].startswith("3.")
+    assert found["features"].keys() == {
         "file locks",
         "hard links",
         "exchange of directories",
         "memory maps",
     }
-    assert found.features["hard links"]
+    assert found["features"]["hard links"]
 
 
 def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
@@ -36,8 +36,9 @@ def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
         real(file, content)
 
     seams.replace(monkeypatch, "disk.write", write)
-    inspect_doctor.examine(tmp_path, max_bytes=40 * 2**20, max_secs=1e9)
-    assert sum(sizes) <= 40 * 2**20 + inspect_doctor._SMALL_FILES * 4096
+    examine(tmp_path, "--max-mb=40", "--max-secs=1e9")
+    assert 0 < sizes.count(4096) < 20
+    assert sum(size for size in sizes if size != 4096) <= 40e6
     assert sizes.count(2**24) == 2
 
 
@@ -46,11 +47,12 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatc
         raise PermissionError(13, "Permission denied", str(path))
 
     seams.replace(monkeypatch, "disk.make_directory", refuse)
-    found = inspect_doctor.examine(tmp_path)
-    assert found.problems == (f"cannot write to {tmp_path}: Permission denied",)
-    assert found.write_rate is None
+    found = examine(tmp_path, code=1)
+    assert found["problems"] == [f"cannot write to {tmp_path}: Permission denied"]
+    assert found["write_rate"] is None
 
 
 def test_examine_rejects_missing_directories(tmp_path):
-    with pytest.raises(errors.OptionError, match="is not a directory"):
-        inspect_doctor.examine(tmp_path / "nowhere")
+    assert "is not a directory" in command_line.run(
+        "doctor", tmp_path / "nowhere", code=2
+    )

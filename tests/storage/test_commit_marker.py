@@ -5,13 +5,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import index as steps_index
-from flaxckpt._steps import names as steps_names
-from flaxckpt._storage import commit_marker as storage_commit_marker
-from flaxckpt._storage import locks as storage_locks
 from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams, strategies
+from tests.helpers import run_files, seams, strategies
 
 
 @pytest.fixture(autouse=True)
@@ -134,47 +130,6 @@ def test_acknowledged_steps_survive_delayed_writes(seed):
             strategies.assert_same(state(step, "b"), ckpt.restore(step=step))
 
 
-def test_only_locks_of_live_writers_hold(monkeypatch):
-    path = faulty.new_path("locks")
-    step = path / "1"
-    with (
-        storage_locks.lock(step),
-        pytest.raises(errors.CheckpointExistsError, match="wait"),
-    ):
-        flaxckpt.Checkpointer(path).save(1, state(1)).wait()
-    assert flaxckpt.Checkpointer(path).save(1, state(1)).wait().step == 1
-
-    # One of another machine: nobody here can tell, so it is watched.
-    seams.replace(monkeypatch, "locks.abandoned_secs", 0.3)
-    seams.replace(monkeypatch, "locks.look_secs", 0.02)
-    lock = (path / "2").key + storage_locks.LOCK
-    gone = storage_locks._Holder("x", "elsewhere", 1, "1")
-    path.store.write(lock, gone.content())
-    (path / "2/state/d/0.small.0").write_bytes(b"old")
-    with flaxckpt.Checkpointer(path) as ckpt:
-        assert path.store.has(lock), "not known to be gone"
-        ckpt.save(2, state(2)).wait()
-        strategies.assert_same(state(2), ckpt.restore())
-
-
-def test_a_lock_that_was_taken_over_commits_nothing():
-    path = faulty.new_path("taken")
-
-    def write():
-        with storage_commit_marker.new_checkpoint(
-            path / "1", overwrite=False, keep=bool
-        ) as made:
-            (made / "state/d/0.small.0").write_bytes(b"mine")
-            other = storage_locks._Holder("x", "elsewhere", 1, "1")
-            path.store.write(made.key + storage_locks.LOCK, other.content())
-            storage_commit_marker.commit(made, b"{}")
-
-    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
-        write()
-    assert not storage_commit_marker.is_committed(path / "1")
-    assert path.store.has((path / "1").key + storage_locks.LOCK), "it is the other's"
-
-
 def test_objects_of_others_are_never_replaced():
     path = faulty.new_path("foreign")
     (path / "7/notes.txt").write_text("mine")
@@ -204,9 +159,9 @@ def test_a_step_counts_by_its_marker():
     with flaxckpt.Checkpointer(path) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.save(2, state(2)).wait()
-        (path / "2" / storage_commit_marker.MARKER).unlink()
+        (path / "2" / run_files.COMMITTED).unlink()
         assert ckpt.steps() == [1]
         strategies.assert_same(state(1), flaxckpt.load(path))
         with pytest.raises(errors.CheckpointError):
             flaxckpt.load(path / "2")
-    assert steps_index.list_steps(path, steps_names.StepFormat()).keys() == {1}
+    assert flaxckpt.Checkpointer(path, read_only=True).steps() == [1]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flaxckpt import errors
+import flaxckpt
+from flaxckpt import _storage, errors
 from flaxckpt._storage import locks
 from tests.helpers import faulty_store as faulty
 from tests.helpers import seams
@@ -603,3 +604,51 @@ def test_host_name_identifies_a_machine_without_proc(monkeypatch):
     monkeypatch.setattr(Path, "read_text", fail)
     monkeypatch.setattr(Path, "readlink", fail)
     assert locks._machine() == socket.gethostname()
+
+
+@pytest.mark.parametrize(("look", "slow"), [("acquire", 4), ("sweep", 2)])
+def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
+    monkeypatch, look, slow
+):
+    """Whoever holds it could not renew it, either."""
+    path = faulty.new_path("restarts-lock") / "1"
+    real, now, reads = seams.current("bucket.read"), [0.0], []
+    clock = types.SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
+    )
+    seams.replace(monkeypatch, "locks.time", clock)
+    seams.replace(monkeypatch, "locks.machine", lambda: "the holder's")
+    with locks.lock(path) as lock:
+        seams.replace(monkeypatch, "locks.machine", lambda: "another")
+
+        def read(store, key, **given):
+            found = real(store, key, **given)
+            reads.append(key)
+            if len(reads) == slow:
+                now.append(now.pop() + 59.0)  # as long as a request may take
+            if len(reads) == slow + 1:
+                assert lock._renew()  # the store is back
+                found = real(store, key, **given)
+            return found
+
+        seams.replace(monkeypatch, "bucket.read", read)
+        if look == "acquire":
+            with pytest.raises(errors.CheckpointExistsError), locks.lock(path):
+                pass
+        else:
+            assert [locks.take_over(path) for _ in range(3)] == [None] * 3
+        assert len(reads) > slow
+        lock.confirm()
+
+
+def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path):
+    store_path("moto")
+    options = flaxckpt.StoreOptions(deadline_secs=3, retries=1)
+    flaxckpt.set_store_options("s3://deleted", options)
+    with (
+        pytest.raises(errors.StoreError, match="check that the bucket exists") as told,
+        locks.lock(_storage.paths.resolve("s3://deleted/run/1")),
+    ):
+        pass
+    flaxckpt.set_store_options("s3://deleted", None)
+    assert "within 3 s" in str(told.value)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _storage, errors
+from flaxckpt import errors
 from tests.helpers import faulty_store as faulty
 from tests.helpers import seams, slow, strategies
 
@@ -42,11 +42,11 @@ def test_parts_come_to_their_places(store_path, small_parts, kind, sizes):
     content = np.random.default_rng(1).bytes(5000)
     file.write_bytes(content)
     memory, views = views_of(*sizes)
-    storage = _storage.of(file)
-    storage.read_into(file, views, offset=0, file_size=5000)
+    read_into = seams.current("store.read_into")
+    read_into(file, views, offset=0, file_size=5000)
     assert b"".join(array.tobytes() for array in memory) == content
     memory, views = views_of(2100)
-    storage.read_into(file, views, offset=300, file_size=5000)
+    read_into(file, views, offset=300, file_size=5000)
     assert memory[0].tobytes() == content[300:2400]
 
 
@@ -57,7 +57,7 @@ def test_a_value_of_another_size_is_refused(store_path, small_parts, kind, size)
     file.write_bytes(bytes(size))
     memory, views = views_of(5000)
     with pytest.raises(ValueError, match=f"has {size} bytes instead of 5000"):
-        _storage.of(file).read_into(file, views, offset=0, file_size=5000)
+        seams.current("store.read_into")(file, views, offset=0, file_size=5000)
     del memory
 
 
@@ -66,7 +66,7 @@ def test_a_value_that_is_gone_is_missing(store_path, small_parts, size):
     _, views = views_of(size)
     file = store_path("memory") / "value"
     with pytest.raises(FileNotFoundError, match="no such object"):
-        _storage.of(file).read_into(file, views, offset=0, file_size=size)
+        seams.current("store.read_into")(file, views, offset=0, file_size=size)
 
 
 def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monkeypatch):
@@ -83,7 +83,7 @@ def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monke
     seams.replace(monkeypatch, "bucket.read", read)
     _, views = views_of(5000)
     with pytest.raises(errors.StoreError, match="replaced during the read"):
-        _storage.of(file).read_into(file, views, offset=0, file_size=5000)
+        seams.current("store.read_into")(file, views, offset=0, file_size=5000)
 
 
 # ---- databases --------------------------------------------------------------------
@@ -146,31 +146,3 @@ def test_parts_that_fail_for_a_time_are_sent_again(small_parts, rate):
 
 
 # ---- what is remembered -----------------------------------------------------------
-
-
-def test_values_are_read_ahead_until_this_process_changes_something():
-    path = faulty.new_path("read-ahead")
-    (path / "a").write_bytes(b"first")
-    with faulty.faulty(path) as kv:
-        with _storage.paths.read_ahead([path / "a", path / "b"]):
-            begun = kv.requests
-            assert (path / "a").read_bytes() == b"first"
-            assert path.store.part(f"{path.key}/a", 1, 3) == b"ir"
-            assert not (path / "b").is_file()
-            stamp = _storage.stamp(path / "a")
-            assert kv.requests == begun
-            (path / "a").write_bytes(b"second")
-            assert (path / "a").read_bytes() == b"second"
-        assert not stamp.is_current()
-
-
-def test_a_journal_that_others_write_too_has_all_lines():
-    path = faulty.new_path("appended")
-    storage, journal = _storage.of(path), path / "journal"
-    for number in range(6):
-        storage.append_lines(journal, b"ours %d\n" % number, 2**20)
-        if number % 2:
-            journal.write_bytes(journal.read_bytes() + b"theirs %d\n" % number)
-        if number == 3:
-            journal.unlink()
-    assert journal.read_bytes() == b"ours 4\nours 5\ntheirs 5\n"

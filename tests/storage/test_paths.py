@@ -9,7 +9,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import paths as storage_paths
-from flaxckpt._storage import store_requests
+from flaxckpt._storage import store_options, store_requests
 from flaxckpt._storage import store_settings as storage_store_settings
 from flaxckpt._storage.store_requests import Connection
 from tests.helpers import faulty_store as faulty
@@ -157,3 +157,73 @@ def test_glob_finds_objects_at_any_depth():
     assert found("d/*") == {"d/1", "d/2", "d/deep"}
     assert found("p.*/d/*") == {"p.0/d/4"}
     assert found("t*") == {"top"}
+
+
+def test_values_are_read_ahead_until_this_process_changes_something():
+    path = faulty.new_path("read-ahead")
+    (path / "a").write_bytes(b"first")
+    with faulty.faulty(path) as kv:
+        with _storage.paths.read_ahead([path / "a", path / "b"]):
+            begun = kv.requests
+            assert (path / "a").read_bytes() == b"first"
+            assert path.store.part(f"{path.key}/a", 1, 3) == b"ir"
+            assert not (path / "b").is_file()
+            stamp = _storage.stamp(path / "a")
+            assert kv.requests == begun
+            (path / "a").write_bytes(b"second")
+            assert (path / "a").read_bytes() == b"second"
+        assert not stamp.is_current()
+
+
+def test_a_journal_that_others_write_too_has_all_lines():
+    path = faulty.new_path("appended")
+    storage, journal = _storage.of(path), path / "journal"
+    for number in range(6):
+        storage.append_lines(journal, b"ours %d\n" % number, 2**20)
+        if number % 2:
+            journal.write_bytes(journal.read_bytes() + b"theirs %d\n" % number)
+        if number == 3:
+            journal.unlink()
+    assert journal.read_bytes() == b"ours 4\nours 5\ntheirs 5\n"
+
+
+class _Silent:
+    """A store that never answers, and a clock."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(store_requests.time, "monotonic", lambda: self.now)
+
+    def result(self, timeout):
+        self.now += timeout
+        raise TimeoutError
+
+
+def test_a_cleanup_after_a_request_without_an_answer_has_one_more_deadline(monkeypatch):
+    silent = _Silent(monkeypatch)
+    options = flaxckpt.StoreOptions(deadline_secs=60)
+    connection = store_requests.Connection("memory", "gone", options)
+
+    def ask(answer=None):
+        begin = silent.now
+        if answer is None:
+            with pytest.raises(errors.StoreError, match="no answer within"):
+                connection.request("read it", lambda: silent)
+        else:
+            connection.request("read it", lambda: answer)
+        return silent.now - begin
+
+    assert [ask() for _ in range(2)] == [60, 60]
+    with store_options.cleanup():
+        assert [ask() for _ in range(4)] == [60, 1, 1, 1]
+    assert ask() == 60, "it may be back"
+    with store_options.cleanup():
+        assert [ask() for _ in range(2)] == [60, 1]
+
+    class Answer:
+        def result(self, timeout):
+            return b""
+
+    ask(Answer())
+    with store_options.cleanup():
+        assert [ask() for _ in range(2)] == [60, 60], "it had come back"

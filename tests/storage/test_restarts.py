@@ -4,7 +4,6 @@ import contextlib
 import socket
 import threading
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +12,9 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt import _storage, errors
-from flaxckpt._storage import locks as storage_locks
+from flaxckpt import errors
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams, store_servers, strategies
+from tests.helpers import run_files, seams, store_servers, strategies
 
 OUTAGE_SECS = 1.0
 LAYOUTS = {
@@ -196,8 +194,8 @@ def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name)
     assert ckpt.steps() == [2]
     assert ckpt.verify(2).ok
     strategies.assert_same(state(3), ckpt.restore())
-    found = _storage.paths.resolve(url).keys()
-    assert not [key for key in found if key.endswith(storage_locks.LOCK)]
+    found = ckpt.directory.keys()
+    assert not [key for key in found if key.endswith(run_files.LOCK)]
     ckpt.close()
 
 
@@ -220,41 +218,6 @@ def test_of_two_writers_one_wins_though_answers_are_lost(proxy):
             thread.join()
     assert len(won) == 1
     assert flaxckpt.load(url)["t"] == won[0]
-
-
-@pytest.mark.parametrize(("look", "slow"), [("acquire", 4), ("sweep", 2)])
-def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
-    monkeypatch, look, slow
-):
-    """Whoever holds it could not renew it, either."""
-    path = faulty.new_path("restarts-lock") / "1"
-    real, now, reads = seams.current("bucket.read"), [0.0], []
-    clock = types.SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda secs: now.append(now.pop() + secs)
-    )
-    seams.replace(monkeypatch, "locks.time", clock)
-    seams.replace(monkeypatch, "locks.machine", lambda: "the holder's")
-    with storage_locks.lock(path) as lock:
-        seams.replace(monkeypatch, "locks.machine", lambda: "another")
-
-        def read(store, key, **given):
-            found = real(store, key, **given)
-            reads.append(key)
-            if len(reads) == slow:
-                now.append(now.pop() + 59.0)  # as long as a request may take
-            if len(reads) == slow + 1:
-                assert lock._renew()  # the store is back
-                found = real(store, key, **given)
-            return found
-
-        seams.replace(monkeypatch, "bucket.read", read)
-        if look == "acquire":
-            with pytest.raises(errors.CheckpointExistsError), storage_locks.lock(path):
-                pass
-        else:
-            assert [storage_locks.take_over(path) for _ in range(3)] == [None] * 3
-        assert len(reads) > slow
-        lock.confirm()
 
 
 def test_save_fails_soon_if_the_store_never_answers(tmp_path, monkeypatch):

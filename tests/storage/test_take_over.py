@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+import flaxckpt
 from flaxckpt import errors
 from flaxckpt._storage import commit_marker, locks, transaction
 from tests.helpers import faulty_store, seams
@@ -99,3 +100,43 @@ def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
         transaction.delete(final, lambda path: None)
     there = b"old" if look == 1 else b"theirs"
     assert contents(final) == dict.fromkeys(contents(final), there)
+
+
+def test_a_lock_that_was_taken_over_commits_nothing(final):
+    lock = final.key + locks.LOCK
+
+    def act():
+        (final / "state/d/0.small.0").write_bytes(b"mine")
+        with elsewhere(), locks.lock(final.parent / "2"):
+            other = final.store.read((final.parent / "2").key + locks.LOCK).value
+        final.store.write(lock, other)
+        commit_marker.commit(final, b"{}")
+
+    with pytest.raises(errors.CheckpointExistsError, match="taken over"):
+        write(final, act)
+    assert not commit_marker.is_committed(final)
+    assert final.store.has(lock), "it is the other's"
+
+
+def test_only_locks_of_live_writers_hold(monkeypatch):
+    path = faulty_store.new_path("locks")
+    state = {"n": 1}
+    with (
+        locks.lock(path / "1"),
+        pytest.raises(errors.CheckpointExistsError, match="wait"),
+    ):
+        flaxckpt.Checkpointer(path).save(1, state).wait()
+    assert flaxckpt.Checkpointer(path).save(1, state).wait().step == 1
+
+    # One of another machine: nobody here can tell, so it is watched.
+    with elsewhere(), locks.lock(path / "3"):
+        there = path.store.read((path / "3").key + locks.LOCK).value
+    seams.replace(monkeypatch, "locks.abandoned_secs", 0.3)
+    seams.replace(monkeypatch, "locks.look_secs", 0.02)
+    lock = (path / "2").key + locks.LOCK
+    path.store.write(lock, there)
+    (path / "2/state/d/0.small.0").write_bytes(b"old")
+    with flaxckpt.Checkpointer(path) as ckpt:
+        assert path.store.has(lock), "not known to be gone"
+        ckpt.save(2, {"n": 2}).wait()
+        assert ckpt.restore() == {"n": 2}

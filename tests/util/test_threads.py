@@ -9,6 +9,7 @@ import time
 import pytest
 
 from flaxckpt._util import threads as util_threads
+from flaxckpt._util.pace import Pace
 from tests.helpers import seams
 
 
@@ -18,16 +19,21 @@ def any_threads(request, monkeypatch):
         seams.refuse_threads(monkeypatch)
 
 
+paces = pytest.mark.parametrize("pace", [None, Pace()], ids=["full", "own pace"])
+
+
 @pytest.mark.usefixtures("any_threads")
+@paces
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
-def test_every_item_is_done_once(count):
+def test_every_item_is_done_once(count, pace):
     done = []
-    util_threads.each(done.append, range(count), threads=4)
+    util_threads.each(done.append, range(count), threads=4, pace=pace)
     assert sorted(done) == list(range(count))
 
 
 @pytest.mark.usefixtures("any_threads")
-def test_the_first_error_is_raised_and_the_rest_left_out():
+@paces
+def test_the_first_error_is_raised_and_the_rest_left_out(pace):
     done, before = [], set(threading.enumerate())
 
     def work(item):
@@ -153,3 +159,57 @@ print("ends")
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert (found.returncode, found.stdout.strip()) == (0, "ends"), found.stderr[-2000:]
+
+
+# ---- work gives way to the program until someone waits for it -----------------------
+
+
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="threads have no priority of their own"
+)
+
+
+def nice():
+    """Returns the nice value of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+@linux_only
+def test_threads_have_low_priority_and_the_caller_keeps_its_own():
+    before, found = nice(), []
+    util_threads.each(lambda _: found.append(nice()), range(20), threads=3, pace=Pace())
+    assert len(found) == 20
+    assert set(found) == {min(before + 10, 19)}
+    assert nice() == before
+
+
+def test_no_thread_has_low_priority_once_someone_waits():
+    pace, found = Pace(), []
+    pace.lift()
+    util_threads.each(lambda _: found.append(nice()), range(20), threads=3, pace=pace)
+    assert found == [nice()] * 20
+
+
+@linux_only
+def test_others_help_when_someone_begins_to_wait():
+    pace, before = Pace(), nice()
+    slow, helped, done = threading.Semaphore(0), threading.Event(), []
+
+    def work(item):
+        if nice() > before:
+            slow.release()
+            assert helped.wait(60)  # as if it got no core
+        else:
+            helped.set()
+        done.append(item)
+
+    def wait_for_it():
+        for _ in range(2):
+            slow.acquire()
+        pace.lift()
+
+    waiting = threading.Thread(target=wait_for_it)
+    waiting.start()
+    util_threads.each(work, range(6), threads=2, pace=pace)
+    waiting.join()
+    assert sorted(done) == list(range(6))
