@@ -495,7 +495,7 @@ def test_error_says_how_to_give_an_abstract_mesh_devices(path):
     assert restored["params"]["dense"]["kernel"].sharding.mesh == real
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_keys_and_their_data_restore_into_each_other(tmp_path, impl, shape):
     key = jax.random.key(5, impl=impl)
