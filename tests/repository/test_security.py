@@ -15,7 +15,6 @@ from flax.training.train_state import TrainState
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._formats import locate
 from flaxckpt._zarr import metadata as zarr_metadata
 from tests import ROOT
 from tests.helpers import syntax
@@ -198,8 +197,11 @@ def test_nor_are_those_of_steps(tmp_path):
         flaxckpt.save(tmp_path / f"{EVIL}_{step}", {"a": jnp.ones(3)})
     (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
     (tmp_path / f"{EVIL}_2" / "state" / "manifest.ocdbt").unlink()
+    run = flaxckpt.Checkpointer(
+        tmp_path, step_format=f"{EVIL}_{{step}}", read_only=True
+    )
     with pytest.raises(errors.DamagedCheckpointError) as info:
-        locate.locate(tmp_path, 2, step_format=f"{EVIL}_{{step}}")
+        run.restore(step=2)
     assert_plain(str(info.value))
     with pytest.raises(errors.CheckpointNotFoundError) as info:
         flaxckpt.load(tmp_path, step=2)
