@@ -43,7 +43,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
     "_checkpoint/inventory.py": ("checkpoint/test_file_sizes.py",),
     "_arrays/read_files.py": (
-        "arrays/test_read_tasks.py",
         "arrays/test_databases.py",
         "arrays/test_read_parts.py",
         "arrays/test_byte_ranges.py",
