@@ -22,6 +22,7 @@ from flaxckpt.policies import (
     OnSteps,
     WithoutMetric,
 )
+from tests.helpers.any_policy import any_policy
 
 LOSS = "eval/loss"
 ACC = "eval/accuracy"
@@ -398,16 +399,12 @@ runs = st.dictionaries(
     ]
 )
 counts = st.integers(1, 6)
-some_policy = st.one_of(
-    st.builds(LatestN, counts),
-    st.builds(EveryNSteps, counts),
-    st.builds(EveryNStepsClosest, counts),
-    st.builds(ExponentialSteps, counts, st.integers(2, 4)),
-    st.builds(EveryNSecs, st.integers(1, 60)),
-    st.builds(LatestDuration, st.integers(1, 60)),
-    st.builds(OnSteps, st.sets(st.integers(0, 50), max_size=3)),
-    st.builds(BestN, counts, st.just(LOSS), st.sampled_from(["min", "max"])),
-    st.just(WithoutMetric(LOSS)),
+some_policy = any_policy(
+    n=counts,
+    base=st.integers(2, 4),
+    secs=st.integers(1, 60),
+    steps=st.sets(st.integers(0, 50), max_size=3),
+    metric=st.just(LOSS),
 )
 some_policies = st.lists(some_policy, max_size=3)
 some_steps = st.sets(st.integers(0, 50))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import flaxckpt
-from flaxckpt import policies
+from flaxckpt import configs, policies
 from flaxckpt._inspect import run_view
+from flaxckpt._policy_forms import FORMS
 from flaxckpt._run import judge, settings
 from flaxckpt._steps.event import Event
 from flaxckpt.policies import BestN, LatestN
@@ -17,15 +18,8 @@ from tests.helpers import run_files
 STATE = {"w": jnp.arange(4.0)}
 
 ALL = [
-    policies.BestN(2, "eval/loss", "min"),
-    policies.EveryNSecs(3600.0),
-    policies.EveryNSteps(1000),
-    policies.EveryNStepsClosest(500),
-    policies.ExponentialSteps(100, 3),
-    policies.LatestDuration(86400.0),
-    policies.LatestN(3),
-    policies.OnSteps([10, 1]),
-    policies.WithoutMetric("eval/loss"),
+    *(configs.parse_option("keep", form.example) for form in FORMS.values()),
+    policies.ExponentialSteps(100, 3),  # not the default base
 ]
 
 
