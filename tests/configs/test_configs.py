@@ -155,6 +155,18 @@ def test_each_policy_has_a_name_in_files():
     }
 
 
+def test_the_guide_lists_every_policy_and_its_forms():
+    guide = (ROOT / "docs/retention.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)\(.*?\)` \| `(.+?)` \| `(\{.+?\})` \|", guide, re.M)
+    assert [(name, option) for name, option, _ in rows] == [
+        (name, form.example) for name, form in _policy_forms.FORMS.items()
+    ]
+    for name, option, table in rows:
+        policy = configs.parse_option("keep", option)
+        raw = tomllib.loads(f"keep = [{table}]")
+        assert CheckpointConfig.from_mapping(raw).keep == (policy,), name
+
+
 def test_the_document_shows_every_option():
     document = ROOT / "docs/configuration.md"
     blocks = re.findall(r"```toml\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
