@@ -5,6 +5,7 @@ policy `BestN(1, "loss", "min")` is `{best = 1, metric = "loss", mode = "min"}` 
 file, and `best:1:loss:min` as an option.
 
 The type of a field says how it is parsed: an `int` is at least 1, a `float` is seconds.
+Reasons name the policy by its class and fields: `BestN(1, 'loss', 'min')`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class PolicyForm(NamedTuple):
             for name, value in values.items()
         }
 
+    def to_text(self, policy: Any) -> str:
+        """Returns a policy as reasons name it, such as `LatestN(3)`."""
+        values = self.to_dict(policy).values()
+        texts = (f"{v:g}" if isinstance(v, float) else repr(v) for v in values)
+        return f"{self.cls.__name__}({', '.join(texts)})"
+
     def split(self, text: str) -> list[str]:
         """Returns the fields of a policy as an option; a metric may have colons.
 
@@ -73,10 +80,15 @@ FORMS: dict[str, PolicyForm] = {}
 
 
 def register(key: str, example: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
-    """Returns a decorator that registers the class of a policy; see `PolicyForm`."""
+    """Returns a decorator that registers the class of a policy, and gives it `__str__`.
+
+    See `PolicyForm` for the arguments.
+    """
 
     def decorate(cls: T) -> T:
-        FORMS[cls.__name__] = PolicyForm(cls, key, example, shorten)
+        form = FORMS[cls.__name__] = PolicyForm(cls, key, example, shorten)
+        described: Any = cls
+        described.__str__ = lambda policy: form.to_text(policy)
         return cls
 
     return decorate

@@ -82,9 +82,6 @@ class LatestN(PreservationPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", _count("LatestN", self.n))
 
-    def __str__(self) -> str:
-        return f"LatestN({self.n})"
-
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return set(sorted(c.step for c in _permanent(checkpoints))[-self.n :])
 
@@ -112,9 +109,6 @@ class LatestDuration(PreservationPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "secs", _secs("LatestDuration", self.secs))
-
-    def __str__(self) -> str:
-        return f"LatestDuration({self.secs:g})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         ages = _known_ages(_permanent(checkpoints))
@@ -150,9 +144,6 @@ class BestN(PreservationPolicy):
                 f"BestN needs mode 'min' or 'max', got {self.mode!r}"
             )
 
-    def __str__(self) -> str:
-        return f"BestN({self.n}, {self.metric!r}, {self.mode!r})"
-
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         values = {c.step: c.metrics.get(self.metric) for c in checkpoints}
         return set(rank(values, self.mode)[: self.n])
@@ -179,9 +170,6 @@ class WithoutMetric(PreservationPolicy):
                 f"WithoutMetric needs the name of a metric, got {self.metric!r}"
             )
 
-    def __str__(self) -> str:
-        return f"WithoutMetric({self.metric!r})"
-
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return {c.step for c in _permanent(checkpoints) if self.metric not in c.metrics}
 
@@ -199,9 +187,6 @@ class EveryNSteps(PreservationPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", _count("EveryNSteps", self.n))
-
-    def __str__(self) -> str:
-        return f"EveryNSteps({self.n})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return {c.step for c in _permanent(checkpoints) if c.step % self.n == 0}
@@ -226,9 +211,6 @@ class EveryNStepsClosest(PreservationPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", _count("EveryNStepsClosest", self.n))
-
-    def __str__(self) -> str:
-        return f"EveryNStepsClosest({self.n})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         closest: dict[int, int] = {}
@@ -266,9 +248,6 @@ class ExponentialSteps(PreservationPolicy):
             )
         object.__setattr__(self, "base", base)
 
-    def __str__(self) -> str:
-        return f"ExponentialSteps({self.n}, {self.base})"
-
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         steps = {c.step for c in _permanent(checkpoints)}
         kept = steps & {0}
@@ -297,9 +276,6 @@ class EveryNSecs(PreservationPolicy):
     def __post_init__(self) -> None:
         object.__setattr__(self, "secs", _secs("EveryNSecs", self.secs))
 
-    def __str__(self) -> str:
-        return f"EveryNSecs({self.secs:g})"
-
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         kept: set[int] = set()
         last = math.inf  # keeps the oldest
@@ -325,9 +301,6 @@ class OnSteps(PreservationPolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _steps(self.steps))
-
-    def __str__(self) -> str:
-        return f"OnSteps({sorted(self.steps)})"
 
     def preserved(self, checkpoints: Sequence[Ranked], /) -> set[int]:
         return {c.step for c in checkpoints if c.step in self.steps}
