@@ -82,7 +82,7 @@ def specs(state):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_logical_axes_of_linen_become_axes_of_the_mesh(mesh):
+def test_maps_linen_logical_axes_to_mesh_axes(mesh):
     found = flaxckpt.abstract_state(linen_state, mesh=mesh, rules=RULES)
     split = ("data", "model")
     assert specs(found) == {
@@ -98,7 +98,7 @@ def test_logical_axes_of_linen_become_axes_of_the_mesh(mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_axis_names_of_nnx_become_axes_of_the_mesh(mesh):
+def test_maps_nnx_axis_names_to_mesh_axes(mesh):
     model, optimizer = flaxckpt.abstract_state(nnx_state, mesh=mesh, rules=RULES)
     split = ("data", "model")
     assert specs((model, optimizer)) == {
@@ -109,7 +109,7 @@ def test_axis_names_of_nnx_become_axes_of_the_mesh(mesh):
     assert model.tied is model.dense.kernel
 
 
-def test_axis_names_may_be_those_of_the_mesh():
+def test_accepts_mesh_axes_as_axis_names():
     mesh = MESHES["abstract auto"]
     found = flaxckpt.abstract_state(linen_state, "mesh", mesh=mesh)
     assert specs(found)["params/inner/kernel"] == ("data", "model")
@@ -119,13 +119,13 @@ def test_axis_names_may_be_those_of_the_mesh():
     assert specs(found) == {"dense/kernel": (None, "model")}
 
 
-def test_an_axis_of_the_mesh_is_used_once_in_an_array():
+def test_uses_each_mesh_axis_once_per_array():
     rules = [("embed", "model"), ("mlp", "model"), ("mlp", "data")]
     found = flaxckpt.abstract_state(linen_state, mesh=MESHES["auto"], rules=rules)
     assert specs(found)["params/inner/kernel"] == ("model", "data")
 
 
-def test_rules_on_leaf_paths_win_in_their_order():
+def test_first_matching_leaf_rule_wins():
     rules = [
         (r"params/outer/kernel", P("data")),
         (r".*/kernel", P("data", "model")),
@@ -146,7 +146,7 @@ def test_rules_on_leaf_paths_win_in_their_order():
     }
 
 
-def test_present_shardings_are_kept_or_moved_to_the_mesh():
+def test_keeps_present_shardings_or_moves_them_to_mesh():
     mesh = MESHES["auto"]
     array = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
     state = {"w": array, "n": 3, "s": "x", "host": np.ones(2)}
@@ -160,7 +160,7 @@ def test_present_shardings_are_kept_or_moved_to_the_mesh():
     assert flaxckpt.abstract_state(state, mesh=other)["w"].sharding.spec == P()
 
 
-def test_nothing_is_run_or_placed_to_describe_a_state():
+def test_abstract_state_runs_and_places_nothing():
     def init():
         return {"w": jnp.ones((2**20, 2**20))}
 
@@ -168,7 +168,7 @@ def test_nothing_is_run_or_placed_to_describe_a_state():
     assert found["w"].shape == (2**20, 2**20)
 
 
-def test_keys_and_scalars_are_replicated_unasked():
+def test_always_replicates_keys_and_scalars():
     def init():
         return {"key": jax.random.key(0), "n": jnp.int32(3), "one": jnp.ones((1, 1))}
 
@@ -197,7 +197,7 @@ def test_parameter_infos_agree_with_saved_metadata(tmp_path):
     assert saved["params/inner/kernel"].chunk_shape == (4, 16)
 
 
-def test_chunks_follow_shards_before_there_are_devices():
+def test_chunks_follow_shards_on_abstract_mesh():
     mesh = MESHES["abstract auto"]
     found = flaxckpt.abstract_state(linen_state, mesh=mesh, rules=RULES)
     kernel = flaxckpt.parameter_infos(found).params["inner"]["kernel"].value
@@ -205,7 +205,7 @@ def test_chunks_follow_shards_before_there_are_devices():
     assert kernel.chunk_shape == kernel.shard_shape == (4, 4)
 
 
-def test_devices_that_hold_the_same_share_the_writing(tmp_path):
+def test_devices_with_same_data_share_writing(tmp_path):
     mesh = MESHES["auto"]
     array = jnp.arange(4 * 2**20, dtype=jnp.float32).reshape(1024, -1)
     state = {
@@ -262,7 +262,7 @@ def test_devices_that_hold_the_same_share_the_writing(tmp_path):
         ({}, "'embed', the mesh has"),
     ],
 )
-def test_rules_that_do_not_fit_are_one_error_that_names_every_leaf(options, message):
+def test_misfit_rules_raise_one_error_naming_every_leaf(options, message):
     if "rules" not in options and "leaf_rules" not in options:
         with nnx.use_eager_sharding(False):
             state = nnx.eval_shape(lambda: Nnx(nnx.Rngs(0)))
@@ -278,7 +278,7 @@ def test_rules_that_do_not_fit_are_one_error_that_names_every_leaf(options, mess
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_rules_may_be_dicts(kind):
+def test_accepts_rules_as_dicts(kind):
     state = linen_state()
     if kind == "nnx":
         with nnx.use_eager_sharding(False):
@@ -294,7 +294,7 @@ def test_rules_may_be_dicts(kind):
 
 
 @pytest.mark.parametrize("given", [{"rules": RULES}, {"leaf_rules": {".*": P()}}])
-def test_rules_without_a_mesh_are_refused(given):
+def test_rejects_rules_without_mesh(given):
     with pytest.raises(errors.OptionError, match="pass mesh="):
         flaxckpt.abstract_state({"w": jnp.ones(4)}, **given)
 
@@ -308,14 +308,14 @@ def test_rules_without_a_mesh_are_refused(given):
         ({"embed": "data", "mlp": None, "batch": "dat"}, "nearest: 'data'"),
     ],
 )
-def test_rules_on_axes_that_have_no_effect_are_a_warning(caplog, rules, message):
+def test_warns_about_axis_rules_without_effect(caplog, rules, message):
     mesh = MESHES["abstract auto"]
     flaxckpt.abstract_state({"params": linen_state().params}, mesh=mesh, rules=rules)
     [told] = [r.getMessage() for r in caplog.records if "rules" in r.getMessage()]
     assert re.search(message, told, re.DOTALL), told
 
 
-def test_rules_that_activations_need_are_no_mistake(caplog):
+def test_does_not_warn_about_rules_for_activations(caplog):
     mesh = MESHES["abstract auto"]
     flaxckpt.abstract_state({"params": linen_state().params}, mesh=mesh, rules=RULES)
     assert "rules" not in caplog.text
@@ -396,7 +396,7 @@ def bytes_read():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
-def test_a_linen_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
+def test_linen_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
     rules = [*BIG_RULES, ("step", P())]
     here = flaxckpt.abstract_state(big, mesh=mesh_of(*saved), leaf_rules=rules)
     state = jax.tree.map(
@@ -418,7 +418,7 @@ def test_a_linen_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted)
     assert total <= read <= 1.05 * total + 50_000
 
 
-def test_a_process_reads_only_the_chunks_that_its_devices_need(tmp_path):
+def test_reads_only_chunks_needed_by_devices(tmp_path):
     mesh = mesh_of(8)
     array = jax.device_put(jnp.ones((1024, 1024)), NamedSharding(mesh, P("data")))
     flaxckpt.save(tmp_path / "c", {"w": array, "other": array})
@@ -433,7 +433,7 @@ def test_a_process_reads_only_the_chunks_that_its_devices_need(tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("saved", "wanted"), PAIRS)
-def test_an_nnx_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
+def test_nnx_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
     rules = [(r".*dense/kernel", P("data", "model")), (".*", P())]
     width = 16_384
     here, there = (
@@ -459,7 +459,7 @@ def test_an_nnx_state_moves_between_meshes_bit_for_bit(tmp_path, saved, wanted):
     assert total <= read <= 1.05 * total + 50_000
 
 
-def test_a_checkpoint_of_8_devices_loads_on_one_and_on_the_host(tmp_path):
+def test_loads_checkpoint_of_8_devices_on_one_device_and_host(tmp_path):
     sharding = NamedSharding(mesh_of(8), P("data"))
     array = jax.device_put(jnp.arange(64.0), sharding)
     flaxckpt.save(tmp_path / "c", {"w": array})

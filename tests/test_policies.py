@@ -138,11 +138,11 @@ def stays(chosen, checkpoints, pinned=()):
         (WithoutMetric(ACC), brief(1, among=(2,)), {2}),
     ],
 )
-def test_a_policy_keeps(policy, checkpoints, kept):
+def test_policy_keeps_expected_steps(policy, checkpoints, kept):
     assert policy.preserved(checkpoints) == kept
 
 
-def test_decide_gives_every_reason_for_which_a_step_stays():
+def test_decide_returns_every_reason_to_keep_step():
     decided = policies.decide(
         [LatestN(2), BestN(1, LOSS, "min"), EveryNSteps(4)],
         run(s3=0.3, s0=0.2, s1=0.1, s2=0.4, s4=math.nan),
@@ -158,7 +158,7 @@ def test_decide_gives_every_reason_for_which_a_step_stays():
     assert list(decided) == sorted(decided)
 
 
-def test_without_a_policy_everything_stays():
+def test_keeps_all_steps_without_policy():
     assert policies.decide([], plain(0, 1)) == {
         0: ["no policy"],
         1: ["newest", "no policy"],
@@ -166,7 +166,7 @@ def test_without_a_policy_everything_stays():
     assert policies.decide([], []) == {}
 
 
-def test_the_two_newest_temporary_steps_stay_until_there_is_a_permanent_one():
+def test_keeps_two_newest_temporary_steps_until_permanent_one():
     assert policies.decide([], brief(3, 4, among=(1, 2))) == {
         1: ["no policy"],
         2: ["no policy"],
@@ -181,7 +181,7 @@ def test_the_two_newest_temporary_steps_stay_until_there_is_a_permanent_one():
     assert stays([], brief(1, 3, among=(5,)), pinned=[3]) == [3, 5]
 
 
-def test_steps_being_read_stay_and_count_like_others():
+def test_keeps_and_counts_steps_being_read():
     decided = policies.decide(
         [LatestN(2)], plain(1, 2, 3), readers={1: ["b:2", "a:1"], 9: ["c:3"], 3: []}
     )
@@ -192,7 +192,7 @@ def test_steps_being_read_stay_and_count_like_others():
     }
 
 
-def test_steps_without_a_temporary_attribute_are_permanent():
+def test_steps_without_temporary_attribute_are_permanent():
     @dataclass
     class Plain:
         step: int
@@ -203,7 +203,7 @@ def test_steps_without_a_temporary_attribute_are_permanent():
     assert stays([], saved) == [1, 2]
 
 
-def test_a_policy_of_ones_own_is_any_object_with_preserved():
+def test_accepts_any_object_with_preserved_as_policy():
     class Odd:
         def preserved(self, saved):
             assert [c.step for c in saved] == [1, 2, 3, 4], "the oldest first"
@@ -251,7 +251,7 @@ def test_a_policy_of_ones_own_is_any_object_with_preserved():
         lambda: WithoutMetric((LOSS,)),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(make):
+def test_policies_reject_invalid_arguments(make):
     with pytest.raises(errors.OptionError, match="needs"):
         make()
 
@@ -279,7 +279,7 @@ def test_decide_rejects_invalid_lists_of_checkpoints(saved):
         policies.decide([], saved)
 
 
-def test_names_in_another_order_or_of_others_are_explained():
+def test_errors_explain_swapped_arguments_and_unknown_names():
     with pytest.raises(errors.OptionError, match=r'write BestN\(1, "loss", "min"\)'):
         BestN("loss", 1, "min")
     with pytest.raises(errors.UnknownNameError, match="EveryNSeconds"):
@@ -288,7 +288,7 @@ def test_names_in_another_order_or_of_others_are_explained():
         _ = policies.LatestNum
 
 
-def test_numbers_of_any_size_are_compared():
+def test_best_n_compares_numbers_of_any_size():
     huge = [Saved(1, {LOSS: 1.2e308}), Saved(2, {LOSS: 1.1e308})]
     assert BestN(1, LOSS, "max").preserved(huge) == {1}
     negative = [Saved(1, {LOSS: -1.2e308}), Saved(2, {LOSS: -1.1e308})]
@@ -296,7 +296,7 @@ def test_numbers_of_any_size_are_compared():
     assert BestN(1, LOSS, "min").preserved(huge[::-1]) == {2}
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_policies_accept_numpy_numbers():
     assert LatestN(np.int64(3)) == LatestN(3)
     assert EveryNSecs(np.float32(3)) == EveryNSecs(3)
     assert OnSteps(np.arange(3)) == OnSteps(range(3))
@@ -322,11 +322,11 @@ def test_numbers_of_numpy_are_numbers():
         (3, [45], 46, [45, 46]),
     ],
 )
-def test_t5x_keeps_the_latest(keep, before, saved, after):
+def test_latest_n_keeps_same_steps_as_t5x(keep, before, saved, after):
     assert stays([LatestN(keep)], plain(*before, saved)) == after
 
 
-def test_t5x_does_not_replace_a_pinned_step_by_another_victim():
+def test_pinning_changes_no_other_decision_as_in_t5x():
     assert stays([LatestN(1)], plain(42, 43), pinned=[42]) == [42, 43]
     assert stays([LatestN(1)], plain(42, 43, 44), pinned=[42]) == [42, 44]
 
@@ -382,7 +382,7 @@ def test_t5x_does_not_replace_a_pinned_step_by_another_victim():
     ],
     ids=["max", "min", "few metrics", "period", "restart", "pinned", "unpinned"],
 )
-def test_t5x_keeps_the_best_and_the_latest(chosen, checkpoints, pinned, after):
+def test_best_and_latest_keep_same_steps_as_t5x(chosen, checkpoints, pinned, after):
     assert stays(chosen, checkpoints, pinned) == after
 
 
@@ -411,7 +411,7 @@ some_steps = st.sets(st.integers(0, 50))
 
 
 @given(some_policies, runs, some_steps)
-def test_the_newest_and_the_pinned_always_stay(chosen, saved, pinned):
+def test_always_keeps_newest_and_pinned_steps(chosen, saved, pinned):
     steps = {c.step for c in saved}
     kept = stays(chosen, saved, pinned)
     assert steps & pinned <= set(kept) <= steps
@@ -419,7 +419,7 @@ def test_the_newest_and_the_pinned_always_stay(chosen, saved, pinned):
 
 
 @given(some_policies, runs)
-def test_of_temporary_steps_only_the_two_newest_stay_that_are_not_named(chosen, saved):
+def test_keeps_only_two_newest_unnamed_temporary_steps(chosen, saved):
     named = {s for p in chosen for s in p.preserved(saved)}
     temporary = {c.step for c in saved if c.temporary}
     for policy in chosen:
@@ -432,7 +432,7 @@ def test_of_temporary_steps_only_the_two_newest_stay_that_are_not_named(chosen, 
 
 
 @given(st.integers(1, 60), runs)
-def test_every_n_secs_drops_only_steps_soon_after_a_kept_one(secs, saved):
+def test_every_n_secs_drops_only_steps_soon_after_kept_one(secs, saved):
     permanent = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
     kept = EveryNSecs(secs).preserved(saved)
     last = None
@@ -445,7 +445,7 @@ def test_every_n_secs_drops_only_steps_soon_after_a_kept_one(secs, saved):
 
 
 @given(counts, runs)
-def test_no_step_is_closer_to_a_multiple_than_the_kept_step(n, saved):
+def test_every_n_steps_closest_keeps_closest_steps(n, saved):
     steps = {c.step for c in saved if not c.temporary}
     kept = EveryNStepsClosest(n).preserved(saved)
 
@@ -460,7 +460,7 @@ def test_no_step_is_closer_to_a_multiple_than_the_kept_step(n, saved):
 
 
 @given(st.integers(1, 60), runs)
-def test_of_the_latest_duration_a_whole_end_of_the_run_stays(secs, saved):
+def test_latest_duration_keeps_contiguous_end_of_run(secs, saved):
     permanent = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
     kept = LatestDuration(secs).preserved(saved)
     gone = [c for c in permanent if c.step not in kept]
@@ -476,7 +476,7 @@ def test_of_the_latest_duration_a_whole_end_of_the_run_stays(secs, saved):
     st.integers(2, 15),
     st.data(),
 )
-def test_a_clock_that_jumps_deletes_nothing(secs, count, data):
+def test_clock_jump_deletes_nothing(secs, count, data):
     true = [10 * step for step in range(count)]
     at = data.draw(st.integers(0, count - 1))
     jump = data.draw(st.integers(11, 10**7)) * data.draw(st.sampled_from([-1, 1]))
@@ -496,7 +496,7 @@ some_jumps = st.integers(1, 10**7)
 
 
 @given(st.integers(1, 200), st.integers(1, 40), st.data())
-def test_two_long_times_and_any_jumps_back_delete_nothing(secs, count, data):
+def test_two_long_gaps_and_any_backward_jumps_delete_nothing(secs, count, data):
     """Jumps ahead, also to the right time after one back, and pauses."""
     steps = st.integers(0, count - 1)
     pauses = data.draw(st.dictionaries(steps, some_jumps, max_size=2))
@@ -514,7 +514,7 @@ def test_two_long_times_and_any_jumps_back_delete_nothing(secs, count, data):
     assert young <= LatestDuration(secs).preserved(saved)
 
 
-def test_a_jump_beside_a_pause_deletes_nothing():
+def test_clock_jump_beside_pause_deletes_nothing():
     hours = 3600
     times = [0, hours / 6, 13 * hours, 13 * hours + hours / 6]
     for jumps in ((0, 0, 0, 72), (0, 0, 72, 72), (0, 72, 72, 72), (0, 0, 72, 144)):
@@ -531,7 +531,7 @@ def test_a_jump_beside_a_pause_deletes_nothing():
     ),
     runs,
 )
-def test_deleting_after_each_save_equals_deleting_at_the_end(policy, saved):
+def test_deleting_after_each_save_equals_deleting_at_end(policy, saved):
     ordered = sorted((c for c in saved if not c.temporary), key=lambda c: c.step)
     if isinstance(policy, LatestDuration):  # times that show no jump of the clock
         ordered = [Saved(i, created=7 * i) for i in range(len(ordered))]
@@ -558,14 +558,14 @@ def test_deletion_of_unkept_steps_is_idempotent(chosen, saved, pinned):
 
 
 @given(some_policy, runs, st.randoms(use_true_random=False))
-def test_a_policy_depends_on_the_checkpoints_alone(policy, saved, random):
+def test_policy_depends_only_on_checkpoints(policy, saved, random):
     kept = policy.preserved(saved)
     random.shuffle(saved)
     assert policy.preserved(saved) == kept == policy.preserved(saved)
 
 
 @given(counts, st.sampled_from(["min", "max"]), runs)
-def test_no_checkpoint_beats_the_best(n, mode, saved):
+def test_best_n_keeps_best_finite_checkpoints(n, mode, saved):
     finite = {
         c.step: c.metrics[LOSS]
         for c in saved

@@ -112,7 +112,7 @@ def test_decodes_databases_written_by_tensorstore(values, compression, node_byte
     assert read_by_us(kv) == {key: v for key, v in values.items() if key != b"gone"}
 
 
-def test_a_tree_of_many_keys_has_several_levels():
+def test_large_tree_has_multiple_levels():
     values = {f"layer_{n}/kernel/c/0/{n}".encode(): b"x" for n in range(10**5)}
     tree = btree.encode(values, "tree", node_bytes=2**12)
     kv = store({"tree": tree.nodes, "manifest.ocdbt": tree.manifest})
@@ -125,7 +125,7 @@ def test_a_tree_of_many_keys_has_several_levels():
     assert len(database(kv).list().result()) == len(values)
 
 
-def test_an_empty_tree_has_no_root():
+def test_reads_empty_tree():
     kv = store({})
     opened = database(kv)
     opened.write(b"a", b"").result()
@@ -133,7 +133,7 @@ def test_an_empty_tree_has_no_root():
     assert read_by_us(kv) == {}
 
 
-def test_the_nodes_of_a_merged_database_name_files_beside_them():
+def test_merged_database_resolves_files_relative_to_nodes():
     whole = store({})
     base = whole.spec().to_json()
     for part in ("part.0", "part.1"):
@@ -172,7 +172,7 @@ def decode_all(manifest, nodes):
     ]
 
 
-def test_every_flipped_bit_and_every_cut_is_found():
+def test_detects_bit_flips_and_truncation():
     whole = decode_all(TREE.manifest, TREE.nodes)
     for content in TREE:
         for at in range(len(content)):
@@ -196,7 +196,7 @@ def test_every_flipped_bit_and_every_cut_is_found():
         ("", "a\0b"),
     ],
 )
-def test_a_file_outside_of_the_database_is_refused(base, file):
+def test_rejects_files_outside_database(base, file):
     tree = btree.encode({b"a": btree.Place(file, 0, 1)}, "tree")
     with pytest.raises(ValueError, match="not a file in the database"):
         btree.decode_leaf(btree.unpack_node(tree.nodes), base)
@@ -222,12 +222,12 @@ def framed(body, magic=b"\x0c\xdb\x20\xde", compression=0):
         (b"\0\0\1" + b"\1" + b"a" + b"\x7f" + b"\0" + b"v", "cut short"),
     ],
 )
-def test_hostile_nodes_are_refused(body, why):
+def test_rejects_hostile_nodes(body, why):
     with pytest.raises(ValueError, match=why):
         btree.decode_leaf(btree.unpack_node(framed(body)), "")
 
 
-def test_a_node_that_expands_too_much_is_refused():
+def test_rejects_nodes_expanding_too_much():
     body = zstandard.compress(bytes(btree.MAX_NODE_BYTES + 1))
     with pytest.raises(ValueError, match="expands to more"):
         btree.unpack_node(framed(body, compression=1))

@@ -32,7 +32,7 @@ def read_region(span, region, dtype=None, *, memory_map=True):
     shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     data=st.data(),
 )
-def test_any_region_of_any_array_is_read(tmp_path_factory, shape, data, part_bytes):
+def test_reads_any_region_of_any_array(tmp_path_factory, shape, data, part_bytes):
     array = np.arange(np.prod(shape), dtype="int16").reshape(shape)
     bounds = [
         sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
@@ -56,9 +56,7 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32", "flo
 
 @pytest.mark.parametrize("wanted", FLOATS)
 @pytest.mark.parametrize("stored", FLOATS)
-def test_floats_are_cast_in_parts_as_numpy_casts_the_whole(
-    tmp_path, monkeypatch, stored, wanted
-):
+def test_casting_floats_in_parts_matches_numpy(tmp_path, monkeypatch, stored, wanted):
     seams.replace(monkeypatch, "read_files.cast_at_once", 64)
     values = np.random.default_rng(0).standard_normal((7, 3, 5)) * 1000
     values[0, 0, :4] = np.nan, np.inf, -np.inf, -0.0
@@ -74,7 +72,7 @@ def test_floats_are_cast_in_parts_as_numpy_casts_the_whole(
 
 
 @pytest.mark.parametrize("before", [0, 64, 4096 + 64])
-def test_an_aligned_array_in_a_file_of_ours_is_mapped(tmp_path, before):
+def test_maps_aligned_array_in_own_file(tmp_path, before):
     array = np.random.default_rng(0).standard_normal((256, 100)).astype("float32")
     span = write(tmp_path / "file", array, b"x" * before)
     region = ((0, 256), (0, 100))
@@ -90,7 +88,7 @@ def test_an_aligned_array_in_a_file_of_ours_is_mapped(tmp_path, before):
     assert (tmp_path / "file").read_bytes() == b"x" * before + array.tobytes()
 
 
-def test_a_mapped_file_cut_short_is_an_error(tmp_path):
+def test_truncated_mapped_file_raises_error(tmp_path):
     path = tmp_path / "file"
     span = write(path, np.zeros((512, 100), "float32"), b"")
     span = span._replace(is_replaced_only=True)
@@ -100,7 +98,7 @@ def test_a_mapped_file_cut_short_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("cuts", [(24,), (1, 23), (0, 9, 9, 6), (13, 11)])
-def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
+def test_joins_scattered_runs_of_flat_array(tmp_path, cuts):
     whole = np.arange(24, dtype="float32").reshape(2, 3, 4)
     content, pieces, done = b"", [], 0
     for size in cuts:
@@ -115,7 +113,7 @@ def test_the_runs_of_a_flat_array_make_one_of_any_shape(tmp_path, cuts):
     np.testing.assert_array_equal(store[1:, 1:, 3].read().result(), whole[1:, 1:, 3])
 
 
-def test_a_file_cut_short_is_an_error(tmp_path):
+def test_truncated_file_raises_error(tmp_path):
     path = tmp_path / "file"
     span = write(path, np.arange(24, dtype="float32").reshape(6, 4))
     path.write_bytes(path.read_bytes()[:-1])
@@ -123,7 +121,7 @@ def test_a_file_cut_short_is_an_error(tmp_path):
         arrays_read.open_span(span, ts.Context()).result().read().result()
 
 
-def test_another_file_in_its_place_is_not_read(tmp_path):
+def test_replaced_file_raises_error(tmp_path):
     path = tmp_path / "file"
     span = write(path, np.arange(24, dtype="float32"))
     span = span._replace(identity=_storage.stamp(path).identity)

@@ -40,14 +40,14 @@ ENCODING = Encoding("none", checksum=True)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 50))
-def test_running_checksums_are_those_of_the_bytes_so_far(parts, segment_bytes):
+def test_running_checksums_match_crc32c_of_prefixes(parts, segment_bytes):
     whole = b"".join(parts)
     ends = range(segment_bytes, len(whole) + segment_bytes, segment_bytes)
     found = zarr_checksums.running_checksums(map(memoryview, parts), segment_bytes)
     assert found == ([crc32c.crc32c(whole[:end]) for end in ends] or [0])
 
 
-def test_the_checksums_of_a_checkpoint_stay_few():
+def test_checkpoint_checksums_stay_small():
     chunk = 64 * MIB
     of_100_gb = zarr_checksums.choose_bytes([(1600, chunk)])
     assert of_100_gb == MIB
@@ -84,7 +84,7 @@ def cases(draw):
     st.sampled_from(["map", "read", "cast"]),
     st.data(),
 )
-def test_damage_is_found_where_it_is_needed_and_only_there(
+def test_detects_damage_only_in_needed_segments(
     tmp_path_factory, case, rows_of_segments, way, data
 ):
     shape, chunk_shape, regions = case
@@ -158,7 +158,7 @@ def test_damage_is_found_where_it_is_needed_and_only_there(
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_without_verification_only_the_bytes_are_read(tmp_path, checksum):
+def test_reads_only_needed_bytes_without_verification(tmp_path, checksum):
     array = np.arange(2**21, dtype=np.float32).reshape(64, 2**15)
     encoding = Encoding("none", checksum)
     raw, info = written(tmp_path, array, array.shape, 2**16, encoding)
@@ -269,9 +269,7 @@ def placed(state, sharding):
 
 @pytest.mark.parametrize("kind", ["dict", "named", "nnx"])
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_states_come_back_on_any_mesh_and_damage_names_the_leaf(
-    tmp_path, kind, memory_map
-):
+def test_restores_on_any_mesh_and_names_damaged_leaf(tmp_path, kind, memory_map):
     state = states()[kind]
     flaxckpt.save(tmp_path / "c", state)
     for spec in (P("x"), P(None, "x"), P("y", "x")):
@@ -290,7 +288,7 @@ def manifest(path):
     return json.loads((path / "flaxckpt.json").read_text())
 
 
-def test_the_manifest_has_the_checksums_of_large_chunks(tmp_path):
+def test_manifest_contains_checksums_of_large_chunks(tmp_path):
     state = {"w": ramp(1024, 1024), "b": ramp(7), "n": 3}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):  # the second links the first's chunks
@@ -324,7 +322,7 @@ def saved(path, state):
 
 
 @pytest.mark.parametrize("items", [{}, {"items": ("a", "b")}])
-def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
+def test_reads_only_needed_part_of_chunk(tmp_path, items):
     """A process that has an eighth reads an eighth, and the ends of two segments."""
     state = {"a": {"w": ramp(4096, 1024)}, "b": {"n": 1}}  # 16 MiB, a chunk
     flaxckpt.save(tmp_path / "c", state, **items)
@@ -347,7 +345,7 @@ def test_a_part_of_a_chunk_is_all_that_is_read(tmp_path, items):
         assert count["bytes"] == 2 * MIB + SEGMENT * (start == 500) + tail
 
 
-def test_checkpoints_without_the_checksums_are_read_chunk_by_chunk(tmp_path):
+def test_reads_whole_chunks_without_segment_checksums(tmp_path):
     path = saved(tmp_path / "c", {"w": ramp(1024, 1024)})
     without = {name: row for name, row in manifest(path).items() if name != "segments"}
     old_stores.rewrite_manifest(path, without)
@@ -372,7 +370,7 @@ def test_checkpoints_without_the_checksums_are_read_chunk_by_chunk(tmp_path):
         {"bytes": MIB},
     ],
 )
-def test_malformed_checksums_are_damage(tmp_path, segments):
+def test_malformed_checksums_count_as_damage(tmp_path, segments):
     path = saved(tmp_path / "c", {"w": ramp(1024, 1024)})
     old_stores.rewrite_manifest(path, manifest(path) | {"segments": segments})
     with pytest.raises(errors.DamagedCheckpointError, match="is not a manifest"):
@@ -390,7 +388,7 @@ def test_stock_orbax_reads_chunks_with_segments(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [(0, 64), (100, 200), (1000, 3560), (4000, 4096)])
-def test_stores_are_asked_for_the_needed_bytes(tmp_path, rows):
+def test_requests_only_needed_bytes_from_stores(tmp_path, rows):
     state = {"w": ramp(4096, 1024)}  # 16 MiB; a request of a store is of 8
     path = faulty.new_path("segments")
     flaxckpt.save(tmp_path, state)

@@ -44,7 +44,7 @@ def noise(size, seed=0):
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 2**20 + 3])
 @pytest.mark.parametrize("has_checksum", [True, False])
-def test_a_block_comes_back(tmp_path, size, has_checksum):
+def test_block_round_trips(tmp_path, size, has_checksum):
     content = noise(size)
     block = stored(tmp_path / "b", content, has_checksum=has_checksum)
     assert block.file_size == block.path.stat().st_size
@@ -56,32 +56,32 @@ def test_a_block_comes_back(tmp_path, size, has_checksum):
     assert run.tobytes() == content
 
 
-def test_a_block_is_read_into_several_places(tmp_path):
+def test_reads_block_into_multiple_buffers(tmp_path):
     block = stored(tmp_path / "b", b"abcdef")
     first, second = zarr_chunk_file.empty(2), zarr_chunk_file.empty(4)
     zarr_chunk_file.read(block, [first.data, second.data], verify=True)
     assert (first.tobytes(), second.tobytes()) == (b"ab", b"cdef")
 
 
-def test_memory_is_aligned_as_jax_wants_it():
+def test_aligns_memory_for_jax():
     for size in (1, 63, 1000):
         assert zarr_chunk_file.empty(size).ctypes.data % zarr_chunk_file.ALIGNMENT == 0
 
 
-def test_files_get_the_usual_permissions(tmp_path):
+def test_files_have_default_permissions(tmp_path):
     stored(tmp_path / "b", b"x")
     (tmp_path / "usual").write_bytes(b"x")
     assert (tmp_path / "b").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path):
+def test_does_not_overwrite_existing_file(tmp_path):
     stored(tmp_path / "b", b"x")
     with pytest.raises(FileExistsError):
         stored(tmp_path / "b", b"y")
 
 
 @pytest.mark.parametrize("place", [0, 5000, 9999, 10_000, 10_003])
-def test_a_flipped_bit_is_found(tmp_path, place):
+def test_detects_bit_flip(tmp_path, place):
     block = stored(tmp_path / "b", noise(10_000))
     flip_bit(block.path, place)
     with pytest.raises(ValueError, match="b has changed since it was written"):
@@ -92,7 +92,7 @@ def test_a_flipped_bit_is_found(tmp_path, place):
 
 
 @pytest.mark.parametrize("size", [0, 3, 9999, 10_001])
-def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
+def test_detects_wrong_size_before_mapping(tmp_path, size):
     block = stored(tmp_path / "b", noise(10_000))
     block.path.write_bytes(noise(size))
     for use in (
@@ -106,7 +106,7 @@ def test_another_size_is_found_before_anything_is_mapped(tmp_path, size):
             use()
 
 
-def test_blocks_are_mapped_side_by_side(tmp_path):
+def test_maps_blocks_contiguously(tmp_path):
     sizes = [PAGE, 3 * PAGE, PAGE // 2 + 1]
     assert zarr_chunk_file.can_join(sizes)
     assert not zarr_chunk_file.can_join([PAGE + 8, PAGE])
@@ -116,7 +116,7 @@ def test_blocks_are_mapped_side_by_side(tmp_path):
     assert run.tobytes() == b"".join(noise(size, n) for n, size in enumerate(sizes))
 
 
-def test_writes_to_a_map_leave_the_file_unchanged(tmp_path):
+def test_writing_to_map_leaves_file_unchanged(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
     for run in (zarr_chunk_file.map_block(block), zarr_chunk_file.map_blocks([block])):
         run[:] = 7
@@ -124,7 +124,7 @@ def test_writes_to_a_map_leave_the_file_unchanged(tmp_path):
     assert block.path.read_bytes()[:-4] == noise(2 * PAGE)
 
 
-def test_a_map_outlives_its_file(tmp_path):
+def test_map_outlives_its_file(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
     run, joined = (
         zarr_chunk_file.map_block(block),
@@ -140,7 +140,7 @@ def maps_of(path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
-def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
+def test_releases_map_with_last_array(tmp_path):
     block = stored(tmp_path / "b", noise(2 * PAGE))
     part = zarr_chunk_file.map_block(block)[10:20]
     joined = zarr_chunk_file.map_blocks([block, block]).view(np.float32)[5:]
@@ -151,7 +151,7 @@ def test_a_map_goes_with_the_last_array_that_uses_it(tmp_path):
 
 
 @pytest.mark.parametrize("has_checksum", [True, False])
-def test_an_equal_file_is_linked(tmp_path, has_checksum):
+def test_links_equal_file(tmp_path, has_checksum):
     content = noise(3 * 2**20 + 5)
     old = stored(tmp_path / "old", content, has_checksum=has_checksum).path
     parts = views(content[:100], content[100:])
@@ -162,7 +162,7 @@ def test_an_equal_file_is_linked(tmp_path, has_checksum):
 
 
 @pytest.mark.parametrize("place", [0, 2**20, 3 * 2**20 - 1])
-def test_a_file_that_differs_is_not_linked(tmp_path, place):
+def test_does_not_link_different_file(tmp_path, place):
     """Not even if its checksum is the same: it may have been damaged."""
     content = bytearray(noise(3 * 2**20))
     old = stored(tmp_path / "old", bytes(content)).path
@@ -175,7 +175,7 @@ def test_a_file_that_differs_is_not_linked(tmp_path, place):
     assert not (tmp_path / "new").exists()
 
 
-def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
+def test_links_unchanged_file_by_checksum(tmp_path):
     content = noise(2**20)
     old = stored(tmp_path / "old", content).path
     parts = views(content)
@@ -197,7 +197,7 @@ def test_an_unchanged_file_is_linked_if_its_checksum_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "is_linked"), [(0o640, True), (0o600, False)])
-def test_a_file_of_another_mode_is_not_linked(tmp_path, mode, is_linked):
+def test_link_requires_matching_mode(tmp_path, mode, is_linked):
     stored(tmp_path / "old", b"content", has_checksum=False)
     (tmp_path / "old").chmod(0o640)
     parts = views(b"content")
@@ -213,12 +213,12 @@ class WouldBlock(io.BytesIO):
 
 
 @pytest.mark.parametrize("kind", [io.BytesIO, WouldBlock])
-def test_a_file_that_is_truncated_meanwhile_is_not_equal(kind):
+def test_concurrently_truncated_file_is_not_equal(kind):
     assert not zarr_chunk_file._is_equal(kind(b"abc"), views(b"ab", b"cdef"))
     assert not zarr_chunk_file._is_equal(kind(b""), views(b"a"))
 
 
-def test_links_no_missing_or_empty_file(tmp_path):
+def test_does_not_link_missing_or_empty_file(tmp_path):
     assert not zarr_chunk_file.link_if_equal(
         tmp_path / "old", tmp_path / "new", views(b"x")
     )
@@ -228,7 +228,7 @@ def test_links_no_missing_or_empty_file(tmp_path):
     )
 
 
-def test_the_file_system_of_a_path_is_known(tmp_path):
+def test_detects_file_system_of_path(tmp_path):
     if not Path("/proc/self/mountinfo").exists():
         assert not storage_filesystem.is_local(tmp_path)
         pytest.skip("no /proc here")
@@ -241,7 +241,7 @@ def test_the_file_system_of_a_path_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["short", "symlink", "fifo"])
-def test_only_whole_plain_files_are_linked(tmp_path, kind):
+def test_links_only_complete_regular_files(tmp_path, kind):
     old = tmp_path / "old"
     stored(tmp_path / "real", b"content")
     if kind == "short":
@@ -256,7 +256,7 @@ def test_only_whole_plain_files_are_linked(tmp_path, kind):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_map_keeps_no_file_open(tmp_path):
+def test_map_keeps_no_file_open(tmp_path):
     if zarr_chunk_file._map_function() is None:
         pytest.skip("maps with Python's own function only")
     block = stored(tmp_path / "b", noise(2 * PAGE))
@@ -281,7 +281,7 @@ except OSError as error:
 """
 
 
-def test_unreadable_map_raises_an_error_instead_of_a_signal(tmp_path):
+def test_unreadable_map_raises_error_instead_of_signal(tmp_path):
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if sys.platform != "linux" or release < (5, 14):
         pytest.skip("only Linux, from 5.14 on, says what cannot be read of a map")
@@ -315,7 +315,7 @@ def read_part(block, start, stop):
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 100), (100, 300), (200, 350), (0, 350)]
 )
-def test_segments_are_read_and_verified_alone(tmp_path, start, stop):
+def test_reads_and_verifies_segments_independently(tmp_path, start, stop):
     content = noise(350)
     block = in_segments(tmp_path / "b", content, 100)
     assert block.verified_at_once == 100
@@ -338,7 +338,7 @@ def test_segments_are_read_and_verified_alone(tmp_path, start, stop):
         flip_bit(block.path, place)
 
 
-def test_the_smallest_part_that_can_be_verified(tmp_path):
+def test_reports_smallest_verifiable_part(tmp_path):
     plain = stored(tmp_path / "a", b"abc", has_checksum=False)
     whole = stored(tmp_path / "b", b"abc")
     nothing = stored(tmp_path / "c", b"")
@@ -350,7 +350,7 @@ def test_the_smallest_part_that_can_be_verified(tmp_path):
 
 
 @pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, PAGE + 7])
-def test_a_range_of_a_file_is_mapped(tmp_path, offset):
+def test_maps_range_of_file(tmp_path, offset):
     content = noise(3 * PAGE)
     (tmp_path / "b").write_bytes(content)
     with (tmp_path / "b").open("rb") as file:
@@ -374,7 +374,7 @@ def test_map_range_returns_none_for_unreadable_ranges(tmp_path):
     assert zarr_chunk_file.map_range(descriptor, 0, PAGE) is None, "it is closed"
 
 
-def test_linux_maps_at_given_addresses():
+def test_map_function_exists_only_on_linux():
     is_linux = sys.platform == "linux"
     zarr_chunk_file._map_function.cache_clear()  # the function itself runs here
     assert (zarr_chunk_file._map_function() is not None) == is_linux

@@ -51,9 +51,7 @@ byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
         ((6,), 8, 1, (1,)),
     ],
 )
-def test_the_chunks_of_a_shard_are_as_expected(
-    write_shape, itemsize, max_bytes, expected
-):
+def test_chooses_expected_chunks_for_shards(write_shape, itemsize, max_bytes, expected):
     found = zarr_chunk_shape.choose_chunk_shape(
         write_shape, itemsize=itemsize, max_bytes=max_bytes
     )
@@ -95,7 +93,7 @@ def test_large_primes_and_empty_axes_get_few_chunks(
 @given(shapes, itemsizes, byte_counts)
 @example((50_257, 768), 4, 64 * MIB)
 @example((PRIME, 2), 4, 64 * MIB)
-def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
+def test_shard_chunks_divide_evenly_and_stay_few(shape, itemsize, max_bytes):
     chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes
     )
@@ -108,7 +106,7 @@ def test_chunks_of_a_shard_divide_it_and_are_few(shape, itemsize, max_bytes):
 @example((PRIME, 2), 4, 64 * MIB)
 @example((2, PRIME), 4, 64 * MIB)
 @example((100, 7, 3_000_000), 4, 64 * MIB)
-def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
+def test_array_chunks_fit_limit_and_stay_few(shape, itemsize, max_bytes):
     chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
     )
@@ -123,9 +121,7 @@ def test_chunks_of_a_whole_array_fit_and_are_few(shape, itemsize, max_bytes):
 @example((2, PRIME), 4, 64 * MIB)
 @example((101, 1000, 1000), 4, 64 * MIB)
 @example((100, 7, 3_000_000), 4, 64 * MIB)
-def test_a_chunk_of_a_whole_array_is_one_run_of_bytes_and_pads_little(
-    shape, itemsize, max_bytes
-):
+def test_array_chunks_are_contiguous_with_little_padding(shape, itemsize, max_bytes):
     chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
     )
@@ -147,9 +143,7 @@ def test_a_chunk_of_a_whole_array_is_one_run_of_bytes_and_pads_little(
 @given(shapes, st.sampled_from([0.5, 1, 2, 4, 8, 16]), byte_counts)
 @example((50_257, 768), 4, 64 * MIB)
 @example((PRIME, 4), 4, 64 * MIB)
-def test_chunks_of_a_whole_array_are_whole_pages_where_rows_allow_it(
-    shape, itemsize, max_bytes
-):
+def test_array_chunks_align_to_pages_where_rows_allow(shape, itemsize, max_bytes):
     full = full_shape(shape)
     chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
@@ -165,9 +159,7 @@ def test_chunks_of_a_whole_array_are_whole_pages_where_rows_allow_it(
 
 @given(shapes, itemsizes, byte_counts)
 @example((4096, 4096), 4, 48 * MIB)
-def test_a_chunk_is_cut_short_only_where_no_divisor_is_as_good(
-    shape, itemsize, max_bytes
-):
+def test_prefers_even_chunks_over_ragged_ones(shape, itemsize, max_bytes):
     sizes = {"itemsize": itemsize, "max_bytes": max_bytes}
     even = zarr_chunk_shape.choose_chunk_shape(shape, **sizes)
     either = zarr_chunk_shape.choose_chunk_shape(shape, **sizes, ragged=True)
@@ -183,7 +175,7 @@ def test_a_chunk_is_cut_short_only_where_no_divisor_is_as_good(
 
 @given(shapes, itemsizes, byte_counts)
 @example((4096, 16_384), 4, 64 * MIB)
-def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
+def test_splits_shards_along_leading_axes_when_chunks_stay_few(
     shape, itemsize, max_bytes
 ):
     full = full_shape(shape)
@@ -207,7 +199,7 @@ def test_a_shard_is_cut_along_its_leading_axes_if_that_makes_few_chunks(
 
 
 @given(shapes, st.sampled_from([1, 2, 4, 8]))
-def test_an_array_that_fits_is_one_chunk(shape, itemsize):
+def test_fitting_array_is_one_chunk(shape, itemsize):
     full = full_shape(shape)
     chunk = zarr_chunk_shape.choose_chunk_shape(
         shape, itemsize=itemsize, max_bytes=math.prod(full) * itemsize
@@ -222,9 +214,7 @@ def test_an_array_that_fits_is_one_chunk(shape, itemsize):
     st.integers(0, 4_000),
 )
 @example((3, 8), 4, 1, 0)
-def test_replicas_write_each_element_once_in_equal_parts(
-    shape, n_replicas, itemsize, min_bytes
-):
+def test_replicas_write_disjoint_equal_parts(shape, n_replicas, itemsize, min_bytes):
     found = zarr_chunk_shape.replica_slices(
         shape, n_replicas, itemsize=itemsize, min_bytes=min_bytes
     )
@@ -263,9 +253,7 @@ def test_replicas_write_each_element_once_in_equal_parts(
         ((8, 4), 4, 9, None),
     ],
 )
-def test_replicas_cut_the_first_axis_that_divides(
-    shape, n_replicas, min_bytes, expected
-):
+def test_replicas_split_first_divisible_axis(shape, n_replicas, min_bytes, expected):
     found = zarr_chunk_shape.replica_slices(shape, n_replicas, min_bytes=min_bytes)
     if found is not None:
         found = (found.axis, found.bounds, found.shape)
@@ -284,7 +272,7 @@ def test_replicas_cut_the_first_axis_that_divides(
         lambda: zarr_chunk_shape.replica_slices((1,), 1, min_bytes=-1),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(call):
+def test_rejects_invalid_sizes(call):
     with pytest.raises(ValueError, match="want"):
         call()
 
@@ -347,7 +335,7 @@ def is_run(shape, chunk):
         ((), {}, ()),
     ],
 )
-def test_chunks_are_cut_where_meshes_will(shape, cuts, expected):
+def test_chunks_align_with_mesh_cuts(shape, cuts, expected):
     for ragged in (True, False):
         found = zarr_chunk_shape.choose_chunk_shape(
             shape, itemsize=2, max_bytes=128 * MIB, ragged=ragged, cuts=cuts
@@ -356,7 +344,7 @@ def test_chunks_are_cut_where_meshes_will(shape, cuts, expected):
 
 
 @given(shapes, itemsizes, st.dictionaries(st.integers(0, 3), st.integers(1, 40)))
-def test_tiles_divide_the_array_and_are_neither_small_nor_many(shape, itemsize, cuts):
+def test_tiles_divide_array_and_bound_size_and_count(shape, itemsize, cuts):
     shape = tuple(size or 1 for size in shape)
     cuts = {axis: parts for axis, parts in cuts.items() if axis < len(shape)}
     tile = zarr_chunk_shape.tile_shape(shape, itemsize, cuts)

@@ -57,7 +57,7 @@ def values():
     }
 
 
-def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
+def test_index_contains_all_keys_of_deep_tree(tmp_path, values):
     root = make_database(tmp_path, values)
     index = ocdbt.read_tree(root)
     assert index.keys() == {key.encode() for key in values}
@@ -65,7 +65,7 @@ def test_the_index_has_all_keys_of_a_deep_tree(tmp_path, values):
     assert {k: v for k, v in index.items() if isinstance(v, bytes)} == inline
 
 
-def test_an_empty_database_has_no_values(tmp_path):
+def test_empty_database_has_no_values(tmp_path):
     root = make_database(tmp_path, {"a": b"1"})
     store = old_stores.open_database(root)
     store.delete_range(ts.KvStore.KeyRange()).result()
@@ -73,7 +73,7 @@ def test_an_empty_database_has_no_values(tmp_path):
 
 
 @pytest.mark.parametrize("part", [1, 7, 400])
-def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
+def test_reads_requested_values_in_few_calls(tmp_path, values, part):
     database = Database(make_database(tmp_path, values))
     wanted = list(values)[::part]
     random.Random(part).shuffle(wanted)
@@ -89,7 +89,7 @@ def test_requested_values_are_read_in_few_calls(tmp_path, values, part):
     assert not database.reading().tasks
 
 
-def test_values_far_apart_are_read_on_their_own(tmp_path):
+def test_reads_distant_values_separately(tmp_path):
     values = {f"{i:03}": os.urandom(2**15) for i in range(100)}
     database = Database(make_database(tmp_path, values))
     for key in ("000", "001", "099"):
@@ -101,7 +101,7 @@ def test_values_far_apart_are_read_on_their_own(tmp_path):
         assert database.value(key) == values[key]
 
 
-def test_values_of_several_files_are_read_file_by_file(tmp_path):
+def test_reads_values_file_by_file(tmp_path):
     values = [{f"{part}{n}": bytes([n]) * 200 for n in range(3)} for part in "ab"]
     for some in values:
         make_database(tmp_path / "d", some)
@@ -117,7 +117,7 @@ def test_values_of_several_files_are_read_file_by_file(tmp_path):
         assert database.value(key) == value
 
 
-def test_many_bytes_are_read_in_several_calls(tmp_path):
+def test_splits_large_reads_into_several_calls(tmp_path):
     values = {f"{i:03}": os.urandom(2**16) for i in range(100)}
     database = Database(make_one_file(tmp_path, values))
     for key in values:
@@ -129,7 +129,7 @@ def test_many_bytes_are_read_in_several_calls(tmp_path):
 
 
 @pytest.mark.parametrize(("key", "tasks"), [("003", 1), ("004", 2)])
-def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
+def test_reads_across_gaps_of_64_kib(tmp_path, key, tasks):
     values = {f"{i:03}": os.urandom(2**15) for i in range(10)}
     database = Database(make_one_file(tmp_path, values))
     for wanted in ("000", key):
@@ -138,7 +138,7 @@ def test_a_gap_of_64_kib_is_read_too(tmp_path, key, tasks):
 
 
 @pytest.mark.parametrize(("count", "tasks"), [(16, 1), (17, 2)])
-def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
+def test_reads_one_mib_per_call(tmp_path, count, tasks):
     values = {f"{i:03}": os.urandom(2**16) for i in range(20)}
     database = Database(make_one_file(tmp_path, values))
     for key in list(values)[:count]:
@@ -146,7 +146,7 @@ def test_a_mib_is_read_in_a_call(tmp_path, count, tasks):
     assert len(database.reading().tasks) == tasks
 
 
-def test_values_come_in_any_order_of_their_names(tmp_path):
+def test_returns_values_for_any_request_order(tmp_path):
     values = {name: os.urandom(50) for name in ("a3", "b1", "c2")}
     database = Database(make_database(tmp_path, values))
     for key in ("b1", "c2", "a3"):
@@ -155,7 +155,7 @@ def test_values_come_in_any_order_of_their_names(tmp_path):
     assert {key: database.value(key) for key in values} == values
 
 
-def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
+def test_memory_error_fails_each_value(tmp_path, monkeypatch):
     values = {"a": bytes(50), "b": bytes(50)}
     database = Database(make_database(tmp_path, values))
 
@@ -171,7 +171,7 @@ def test_too_little_memory_is_an_error_of_each_value(tmp_path, monkeypatch):
             database.value(key)
 
 
-def test_missing_and_too_large_values_are_refused(tmp_path):
+def test_rejects_missing_and_oversized_values(tmp_path):
     database = Database(make_database(tmp_path, {"a": bytes(50)}))
     with pytest.raises(ValueError, match=r"^b is missing"):
         database.request("b", 50)
@@ -179,7 +179,7 @@ def test_missing_and_too_large_values_are_refused(tmp_path):
         database.request("a", 49)
 
 
-def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
+def test_lost_file_fails_each_value(tmp_path, values):
     root = make_database(tmp_path, values)
     database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]
@@ -193,7 +193,7 @@ def test_a_lost_file_is_an_error_of_each_value(tmp_path, values):
             database.value(key)
 
 
-def test_fifo_in_place_of_a_file_fails_each_value(tmp_path, values):
+def test_fifo_in_place_of_file_fails_each_value(tmp_path, values):
     root = make_database(tmp_path, values)
     database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]
@@ -219,7 +219,7 @@ def digests_of(root):
     }
 
 
-def test_each_database_is_opened_once(tmp_path):
+def test_opens_each_database_once(tmp_path):
     databases = Databases()
     roots = [make_database(tmp_path / name, {name: bytes(50)}) for name in "ab"]
     first, other = (databases.open(root, root) for root in roots)
@@ -230,7 +230,7 @@ def test_each_database_is_opened_once(tmp_path):
     assert (first.value("a"), other.value("b")) == (bytes(50), bytes(50))
 
 
-def test_a_database_that_is_not_there_fails_for_each_array(tmp_path):
+def test_missing_database_fails_each_array(tmp_path):
     databases = Databases()
     found = []
     for _ in range(2):
@@ -243,7 +243,7 @@ def test_a_database_that_is_not_there_fails_for_each_array(tmp_path):
     assert databases.open(good, tmp_path)
 
 
-def test_a_database_that_fails_its_check_stays_refused(tmp_path):
+def test_failed_check_keeps_database_rejected(tmp_path):
     root = make_database(tmp_path / "a", {"a": bytes(50)})
     digests = digests_of(root)
     check = functools.partial(check_digests, root, digests, max_bytes=2**30)
@@ -259,7 +259,7 @@ def test_a_database_that_fails_its_check_stays_refused(tmp_path):
     assert found[0] is found[1]
 
 
-def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
+def test_rejects_database_outside_checkpoint(tmp_path):
     make_database(tmp_path / "other", {"a": b"1"})
     (tmp_path / "c").mkdir()
     (tmp_path / "c/state").symlink_to(tmp_path / "other")
@@ -273,7 +273,7 @@ def test_a_database_outside_of_the_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [4, 300])
-def test_no_changed_byte_gives_other_values(tmp_path, size):
+def test_changed_bytes_never_yield_wrong_values(tmp_path, size):
     """Without digests of the files: checksums of values and nodes find the change."""
     arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
     encoding = Encoding("none", True)
@@ -318,7 +318,7 @@ def test_no_changed_byte_gives_other_values(tmp_path, size):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_large_and_small_values_of_a_database_without_digests(tmp_path, verify):
+def test_reads_large_and_small_values_without_digests(tmp_path, verify):
     """Large values are blocks of their files; the metadata of all is in the tree."""
     random_numbers = np.random.default_rng(0)
     state = {
@@ -342,7 +342,7 @@ def write_index(root, nodes, manifest):
     (root / "manifest.ocdbt").write_bytes(manifest)
 
 
-def test_keys_are_in_order_over_all_nodes(tmp_path):
+def test_rejects_keys_out_of_order_across_nodes(tmp_path):
     values = {key: bytes(60) for key in (b"a1", b"a2", b"b1", b"b2")}
     tree = btree.encode(values, "d/tree", node_bytes=100)
     first = len(btree.encode({k: values[k] for k in (b"a1", b"a2")}, "d/tree").nodes)
@@ -354,7 +354,7 @@ def test_keys_are_in_order_over_all_nodes(tmp_path):
 
 
 @pytest.mark.parametrize("place", [(2**63, 1), (2**62, 2**62), (2**64 - 9, 8)])
-def test_a_place_that_no_file_has_is_refused(tmp_path, place):
+def test_rejects_places_beyond_end_of_file(tmp_path, place):
     tree = btree.encode({b"w/c": btree.Place("d/0.0/w", *place)}, "d/tree")
     write_index(tmp_path, tree.nodes, tree.manifest)
     with pytest.raises(ValueError, match="behind the end of any file"):
@@ -363,9 +363,7 @@ def test_a_place_that_no_file_has_is_refused(tmp_path, place):
 
 @pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_file_of_another_size_is_refused_also_without_checksums(
-    tmp_path, size, verify
-):
+def test_rejects_wrong_file_size_even_without_checksums(tmp_path, size, verify):
     state = {"small": np.ones(3), "large": np.ones(2**18)}
     layout = flaxckpt.ArrayLayout(checksum=False)
     flaxckpt.save(tmp_path / "c", state, layout=layout)
@@ -381,7 +379,7 @@ def test_a_file_of_another_size_is_refused_also_without_checksums(
 
 
 @pytest.mark.parametrize("codec", ["compact", "zstd"])
-def test_the_index_is_read_once_for_all_compressed_arrays(tmp_path, codec, monkeypatch):
+def test_reads_index_once_for_compressed_arrays(tmp_path, codec, monkeypatch):
     state = {f"w{n}": np.full(2**11, n, np.float32) for n in range(30)}
     flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(codec=codec))
     reads = []

@@ -29,7 +29,7 @@ def check(directory, state, layout):
 
 @pytest.mark.parametrize("codec", ["compact", "zstd"])
 @pytest.mark.parametrize("chunk_bytes", [40, 256, 10_000])
-def test_arrays_of_several_parts_come_back(tmp_path, codec, chunk_bytes):
+def test_multipart_arrays_round_trip(tmp_path, codec, chunk_bytes):
     rng = np.random.default_rng(0)
     state = {
         "rows": rng.normal(size=(37, 11)).astype("float32"),
@@ -45,7 +45,7 @@ def test_arrays_of_several_parts_come_back(tmp_path, codec, chunk_bytes):
     check(tmp_path / "checkpoint", state, layout)
 
 
-def test_shards_of_several_parts_come_back(tmp_path):
+def test_multipart_shards_round_trip(tmp_path):
     devices = np.array(jax.devices()).reshape(-1, 1)
     sharding = NamedSharding(Mesh(devices, ("x", "y")), PartitionSpec("x", "y"))
     rows = 5 * len(devices)

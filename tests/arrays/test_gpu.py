@@ -66,7 +66,7 @@ def same(found, wanted):
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-def test_every_type_comes_back_to_the_gpu_bit_for_bit(tmp_path, gpu, snapshot):
+def test_every_dtype_round_trips_on_gpu_bit_for_bit(tmp_path, gpu, snapshot):
     state = {name: values(name, (7, 33), gpu) for name in DTYPES}
     state |= {"large": values("float32", (1024, 1024), gpu), "n": jnp.int32(3)}
     state["none"] = values("float32", (0, 3), gpu)
@@ -80,7 +80,7 @@ def test_every_type_comes_back_to_the_gpu_bit_for_bit(tmp_path, gpu, snapshot):
     jax.tree.map(same, restored, state)
 
 
-def test_a_state_moves_between_cpu_and_gpu(tmp_path, gpu):
+def test_state_moves_between_cpu_and_gpu(tmp_path, gpu):
     cpu = jax.devices("cpu")[0]
     for name, saved, wanted in (("to", cpu, gpu), ("back", gpu, cpu)):
         state = {"w": values("bfloat16", (512, 300), saved)}
@@ -94,7 +94,7 @@ def test_a_state_moves_between_cpu_and_gpu(tmp_path, gpu):
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-def test_arrays_in_pinned_host_memory_come_back_there(tmp_path, gpu, snapshot):
+def test_pinned_host_arrays_return_to_pinned_memory(tmp_path, gpu, snapshot):
     pinned = SingleDeviceSharding(gpu, memory_kind="pinned_host")
     state = {"w": jax.device_put(values("float32", (512, 300), gpu), pinned)}
     expected = np.array(state["w"])
@@ -110,7 +110,7 @@ def test_arrays_in_pinned_host_memory_come_back_there(tmp_path, gpu, snapshot):
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
-def test_replicas_and_shards_on_all_gpus_come_back(
+def test_replicas_and_shards_on_all_gpus_round_trip(
     tmp_path, gpus, snapshot, memory_kind
 ):
     """Replicas of at least 2 MiB are written in parts, each by a GPU."""
@@ -128,7 +128,7 @@ def test_replicas_and_shards_on_all_gpus_come_back(
         strategies.assert_same(state, ckpt.restore(state))
 
 
-def test_arrays_of_other_layouts_come_back(tmp_path, gpu):
+def test_arrays_with_other_layouts_round_trip(tmp_path, gpu):
     layout = Layout(major_to_minor=(1, 0))
     format_ = Format(layout, SingleDeviceSharding(gpu))
     state = {"w": jax.device_put(values("float32", (64, 33), gpu), format_)}
@@ -140,7 +140,7 @@ def test_arrays_of_other_layouts_come_back(tmp_path, gpu):
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-def test_a_donated_state_is_saved_as_it_was_at_the_call(tmp_path, gpu, snapshot):
+def test_saves_donated_state_as_of_call(tmp_path, gpu, snapshot):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
         return jax.tree.map(lambda x: x + 1, state)
@@ -158,7 +158,7 @@ def test_a_donated_state_is_saved_as_it_was_at_the_call(tmp_path, gpu, snapshot)
             assert (np.asarray(array) == 10 * (number - 1)).all()
 
 
-def test_the_memory_of_a_snapshot_on_the_gpu_is_free_after_the_save(tmp_path, gpu):
+def test_frees_gpu_snapshot_memory_after_save(tmp_path, gpu):
     state = {f"w{i}": values("float32", (1024, 1024), gpu, seed=i) for i in range(16)}
     before = in_use(gpu)
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
@@ -186,7 +186,7 @@ def fill_memory(device):
     ("snapshot", "text"),
     [("device", "arrays are copied to the host"), ("auto", "no memory on devices")],
 )
-def test_a_state_that_fits_only_once_is_saved_through_the_host(
+def test_saves_through_host_when_gpu_memory_is_short(
     tmp_path, gpu, caplog, snapshot, text
 ):
     if not gpu.memory_stats():
@@ -203,7 +203,7 @@ def test_a_state_that_fits_only_once_is_saved_through_the_host(
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-def test_two_hundred_saves_leave_no_memory_behind(tmp_path, gpu, snapshot):
+def test_two_hundred_saves_leak_no_memory(tmp_path, gpu, snapshot):
     params = {f"w{i}": values("float32", (512, 1024), gpu, seed=i) for i in range(8)}
     state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
     size = sum(array.nbytes for array in jax.tree.leaves(state))
@@ -225,7 +225,7 @@ def test_two_hundred_saves_leave_no_memory_behind(tmp_path, gpu, snapshot):
 
 
 @pytest.mark.parametrize("snapshot", SNAPSHOTS)
-def test_a_training_on_the_gpu_resumes_exactly(tmp_path, gpu, snapshot):
+def test_training_on_gpu_resumes_exactly(tmp_path, gpu, snapshot):
     tx = optax.adamw(1e-2)
 
     @jax.jit

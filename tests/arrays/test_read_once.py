@@ -33,7 +33,7 @@ def job_for(path, wanted):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", SPECS)
-def test_parts_are_put_together(spec, kind, tmp_path):
+def test_gathers_parts_into_whole_array(spec, kind, tmp_path):
     value = np.arange(2 * 2**20, dtype=np.float32).reshape(1024, 2048)
     flaxckpt.save(tmp_path / "a", {"a": value})
     sharding = NamedSharding(mesh(axis_types=(kind,) * 3), spec)
@@ -60,12 +60,12 @@ def info(shape, spec, dtype="float32", **options):
     return leaf.info
 
 
-def test_small_arrays_are_read_by_all():
+def test_does_not_divide_small_arrays():
     assert arrays_read_once.divided_sharding(info((512, 512), P())) is None
     assert arrays_read_once.divided_sharding(info((2**21,), P())) is not None
 
 
-def test_as_many_take_part_as_an_axis_allows():
+def test_divides_among_as_many_devices_as_axis_allows():
     """1,026 rows are for 2 devices, and not for 8."""
     assert arrays_read_once.divided_sharding(info((2 * 513, 4097), P())).spec == P(
         "x", None
@@ -79,7 +79,7 @@ def test_as_many_take_part_as_an_axis_allows():
     assert arrays_read_once.divided_sharding(info((513, 4097), P())) is None
 
 
-def test_divides_split_arrays_over_the_remaining_axes():
+def test_divides_split_arrays_over_remaining_axes():
     assert arrays_read_once.divided_sharding(info((4096, 1024), P("x"))).spec == P(
         ("x", "y", "z"), None
     )
@@ -103,7 +103,7 @@ def test_does_not_divide_arrays_wanted_by_one_device(wanted):
     assert arrays_read_once.divided_sharding(leaf.info) is None
 
 
-def test_keys_are_left_as_they_are():
+def test_does_not_divide_keys():
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 2**18), NamedSharding(mesh(), P())
     )

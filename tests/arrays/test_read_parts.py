@@ -123,7 +123,7 @@ def needed_reads(regions, array, chunk_shape, at_once, gap, *, verify):
 @pytest.mark.parametrize("gap", [1, 20, 1000])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
-def test_only_the_needed_bytes_are_read_and_once(
+def test_reads_only_needed_bytes_and_each_once(
     tmp_path, monkeypatch, reads, shape, chunk_shape, verify, gap
 ):
     seams.replace(monkeypatch, "read_files.small_gap_bytes", gap)
@@ -148,7 +148,7 @@ def test_only_the_needed_bytes_are_read_and_once(
 
 
 @pytest.mark.parametrize(("width", "reads_of_rows"), [(2**14, 4), (2**14 + 1, 1)])
-def test_a_gap_below_64_kib_is_read_too(tmp_path, reads, width, reads_of_rows):
+def test_reads_across_gaps_below_64_kib(tmp_path, reads, width, reads_of_rows):
     array = numbers((4, 2**15))
     raw, info = written(tmp_path, array, array.shape, 2**20)
     regions = [((0, 4), (0, width))]
@@ -156,7 +156,7 @@ def test_a_gap_below_64_kib_is_read_too(tmp_path, reads, width, reads_of_rows):
     assert len(reads) == reads_of_rows
 
 
-def test_as_many_bytes_with_gaps_are_not_taken_for_a_part_without(tmp_path):
+def test_distinguishes_gapped_from_contiguous_reads_of_equal_size(tmp_path):
     """Of 4 parts, two with the small gap between them are as long as all of them."""
     array = np.zeros((2, 3, 48 * KIB), np.uint8)
     array[:] = np.arange(6).reshape(2, 3, 1)
@@ -175,7 +175,7 @@ def test_as_many_bytes_with_gaps_are_not_taken_for_a_part_without(tmp_path):
         ((62, 64), (0, 2**16)),
     ],
 )
-def test_bytes_in_a_row_are_read_into_their_place(tmp_path, reads, region, verify):
+def test_reads_contiguous_bytes_into_place(tmp_path, reads, region, verify):
     """Without memory for the rest of the chunk."""
     array = np.zeros((64, 2**16), np.uint8)
     array[:] = np.arange(64).reshape(64, 1)
@@ -198,7 +198,7 @@ def test_bytes_in_a_row_are_read_into_their_place(tmp_path, reads, region, verif
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", ["map", "read", "cast"])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
-def test_damage_is_found_in_the_needed_segments_only(
+def test_detects_damage_only_in_needed_segments(
     tmp_path, monkeypatch, shape, chunk_shape, way
 ):
     page = 1024 if way == "map" else 1  # maps are of pages
@@ -235,7 +235,7 @@ def test_damage_is_found_in_the_needed_segments_only(
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_changed_metadata_is_an_error_unless_nobody_verifies(tmp_path, memory_map):
+def test_changed_metadata_raises_error_unless_verify_is_off(tmp_path, memory_map):
     array = numbers((4, 6))
     raw, info = written(tmp_path, array, (2, 6), 8)
     file = tmp_path / "w" / metadata.METADATA
@@ -283,7 +283,7 @@ def is_mapped(array, file):
         ((8, 100), (4, 100), ((0, 8), (0, 100)), False),  # not of pages
     ],
 )
-def test_chunks_that_make_a_run_of_pages_are_mapped(
+def test_maps_chunks_forming_contiguous_pages(
     tmp_path, monkeypatch, shape, chunk_shape, region, wanted
 ):
     seams.replace(monkeypatch, "chunk_file.mapped_from", 0)
@@ -298,7 +298,7 @@ def test_chunks_that_make_a_run_of_pages_are_mapped(
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(2**14, True), (2**14 - 1, False)])
-def test_chunks_are_mapped_from_64_kib_on(tmp_path, size, wanted):
+def test_maps_chunks_from_64_kib(tmp_path, size, wanted):
     array = numbers((size,))
     raw, info = written(tmp_path, array, array.shape, 2**20)
     region = ((0, size),)
@@ -307,7 +307,7 @@ def test_chunks_are_mapped_from_64_kib_on(tmp_path, size, wanted):
     assert is_mapped(found[region], tmp_path) == wanted
 
 
-def test_regions_without_a_common_chunk_are_mapped_on_their_own(tmp_path):
+def test_maps_regions_without_common_chunk_separately(tmp_path):
     array = numbers((4, 2**14))
     raw, info = written(tmp_path, array, (2, 2**13), 2**20)
     regions = [((0, 2), (0, 2**13)), ((2, 4), (2**13, 2**14)), ((2, 4), (0, 2**13))]
@@ -317,9 +317,7 @@ def test_regions_without_a_common_chunk_are_mapped_on_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_a_region_without_elements_has_no_bytes(
-    tmp_path, monkeypatch, reads, memory_map
-):
+def test_empty_region_reads_no_bytes(tmp_path, monkeypatch, reads, memory_map):
     for mapping in ("map_block", "map_blocks"):
         seams.replace(monkeypatch, f"chunk_file.{mapping}", None)
     array = numbers((4, 2**14))
@@ -330,7 +328,7 @@ def test_a_region_without_elements_has_no_bytes(
 
 
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.ENODEV, errno.EIO])
-def test_files_that_cannot_be_mapped_are_read(tmp_path, monkeypatch, code):
+def test_falls_back_to_reading_unmappable_files(tmp_path, monkeypatch, code):
     """But not after an error of the disk."""
 
     def refuse(*_):
@@ -364,9 +362,7 @@ def read_span(span, regions, dtype, *, memory_map):
 
 @pytest.mark.parametrize("memory_map", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_regions_of_a_byte_range_are_mapped_if_that_is_wanted(
-    tmp_path, dtype, memory_map
-):
+def test_maps_byte_range_regions_on_request(tmp_path, dtype, memory_map):
     array = numbers((4, 2**13))
     span = span_of(tmp_path / "file", array)
     regions = [((0, 2), (0, 2**13)), ((3, 4), (5, 100))]
@@ -378,7 +374,7 @@ def test_regions_of_a_byte_range_are_mapped_if_that_is_wanted(
 
 
 @pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float16", 4)])
-def test_values_are_cast_a_mib_at_a_time(tmp_path, dtype, parts):
+def test_casts_values_one_mib_at_a_time(tmp_path, dtype, parts):
     array = np.ones((2**20,), np.float32)
     span = span_of(tmp_path / "file", array)
     regions = [((0, 2**20),)]
@@ -387,7 +383,7 @@ def test_values_are_cast_a_mib_at_a_time(tmp_path, dtype, parts):
     assert len(reading.tasks) == parts
 
 
-def test_a_byte_range_larger_than_the_memory_is_refused(tmp_path):
+def test_rejects_byte_range_larger_than_memory(tmp_path):
     half = _util.memory.free_bytes() // 2  # so many elements fit, but not their bytes
     with pytest.raises(_util.memory.TooLargeError):
         read_files.from_span(
@@ -428,7 +424,7 @@ def change(path, key, changed):
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
-def test_regions_come_from_the_values_of_a_database(
+def test_reads_regions_from_database_values(
     tmp_path, shape, chunk_shape, verify, checksum
 ):
     array = numbers(shape)
@@ -447,7 +443,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("key", FAULTS)
-def test_values_of_a_database_are_verified_unless_digests_cover_it(tmp_path, key):
+def test_verifies_database_values_unless_digests_cover_them(tmp_path, key):
     changed, told = FAULTS[key]
     raw, info = database_of(tmp_path, numbers((4,)), (2,))
     regions = [((0, 4),)]
@@ -462,7 +458,7 @@ def test_values_of_a_database_are_verified_unless_digests_cover_it(tmp_path, key
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_values_of_another_size_are_refused(tmp_path, verify):
+def test_rejects_database_values_of_wrong_size(tmp_path, verify):
     raw, info = database_of(tmp_path, numbers((4,)), (2,))
     for size in (11, 13):
         change(tmp_path, "w/c.1", lambda old, size=size: (old + b"12")[:size])
@@ -472,7 +468,7 @@ def test_values_of_another_size_are_refused(tmp_path, verify):
         assert found[((0, 2),)].tolist() == [1, 2]
 
 
-def test_a_database_without_the_metadata_is_refused_unless_nobody_verifies(tmp_path):
+def test_missing_database_metadata_raises_error_unless_verify_is_off(tmp_path):
     raw, info = database_of(tmp_path, numbers((4,)), (2,))
     del old_stores.open_database(tmp_path)["w/zarr.json"]
     with pytest.raises(ValueError, match=r"w/zarr\.json is missing"):
@@ -491,7 +487,7 @@ def fail(error):
     return task
 
 
-def test_the_values_come_after_all_tasks_of_all_readings():
+def test_returns_values_after_all_tasks_finish():
     done = []
     readings = [
         Reading([lambda n=n: done.append(n)] * 3, lambda n=n: {(): done.count(n)})
@@ -509,7 +505,7 @@ def test_the_values_come_after_all_tasks_of_all_readings():
         (MemoryError(), _util.memory.TooLargeError),
     ],
 )
-def test_a_failed_task_fails_its_reading_alone(error, kind):
+def test_failed_task_fails_only_its_reading(error, kind):
     done = []
     failed = Reading([fail(error), lambda: done.append(1)], dict)
     other = Reading([lambda: done.append(2)], lambda: {(): 1})
@@ -520,7 +516,7 @@ def test_a_failed_task_fails_its_reading_alone(error, kind):
     assert other.result() == {(): 1}
 
 
-def test_raises_the_first_of_several_errors():
+def test_raises_first_of_several_errors():
     reading = Reading([fail(ValueError(text)) for text in ("one", "two")], dict)
     for task in reading.tasks:
         task()
@@ -528,7 +524,7 @@ def test_raises_the_first_of_several_errors():
         reading.result()
 
 
-def test_an_error_is_known_before_the_tasks():
+def test_failed_reading_raises_error_without_tasks():
     reading = read_files.failed_reading(ValueError("no such array"))
     read_files.run([reading])
     with pytest.raises(ValueError, match="no such array"):
@@ -536,7 +532,7 @@ def test_an_error_is_known_before_the_tasks():
 
 
 @pytest.mark.parametrize(("in_store", "threads"), [(False, 8), (True, 32)])
-def test_more_objects_than_files_are_read_at_a_time(in_store, threads):
+def test_reads_more_objects_than_files_concurrently(in_store, threads):
     """All these tasks wait for each other, so that each needs a thread of its own."""
     together = threading.Barrier(threads)
     readings = [Reading([lambda: together.wait(60)], dict)] * threads
@@ -544,6 +540,6 @@ def test_more_objects_than_files_are_read_at_a_time(in_store, threads):
     assert [reading.result() for reading in readings] == [{}] * threads
 
 
-def test_a_request_to_a_store_is_worth_more_bytes_than_one_to_a_disk(tmp_path):
+def test_small_gap_is_larger_for_stores_than_disks(tmp_path):
     assert read_files.small_gap(tmp_path) == 2**16
     assert read_files.small_gap(faulty.new_path("gaps")) == 2**22

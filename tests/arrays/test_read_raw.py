@@ -159,7 +159,7 @@ def test_tensorstore_reads_our_arrays(tmp_path, dtype, ocdbt):
 
 
 @pytest.mark.parametrize("dtype", RAW_DTYPES)
-def test_our_files_equal_those_of_tensorstore(tmp_path, dtype):
+def test_files_equal_tensorstore_files(tmp_path, dtype):
     """Byte by byte, padding of the last chunk included; and metadata alike."""
     array = array_of(dtype, (5, 3))
     encoding = Encoding("none", True)
@@ -197,9 +197,7 @@ def layouts(draw):
     st.booleans(),
     st.sampled_from(["map", "read", "database"]),
 )
-def test_any_region_of_any_chunks_comes_back(
-    tmp_path_factory, layout, dtype, checksum, way
-):
+def test_reads_any_region_of_any_chunks(tmp_path_factory, layout, dtype, checksum, way):
     shape, chunk_shape, region = layout
     root = tmp_path_factory.mktemp("raw")
     array = array_of(dtype, shape)
@@ -232,7 +230,7 @@ def test_any_region_of_any_chunks_comes_back(
     st.booleans(),
     st.sampled_from([1, 4096]),
 )
-def test_any_region_comes_back_from_a_tree_over_one_file(
+def test_reads_any_region_from_tree_in_one_file(
     tmp_path_factory, layout, dtype, checksum, memory_map, alignment
 ):
     shape, chunk_shape, region = layout
@@ -255,7 +253,9 @@ def test_any_region_comes_back_from_a_tree_over_one_file(
 @pytest.mark.parametrize("memory_map", [True, False])
 @pytest.mark.parametrize("alignment", [1, 4096])
 @pytest.mark.parametrize("name", ["data", "tree", "manifest.ocdbt"])
-def test_no_byte_of_a_tree_changes_unnoticed(tmp_path, memory_map, alignment, name):
+def test_changed_tree_bytes_never_yield_wrong_values(
+    tmp_path, memory_map, alignment, name
+):
     array = array_of("float32", (9, 50))
     written = tmp_path / "whole"
     written.mkdir()
@@ -287,7 +287,7 @@ def test_no_byte_of_a_tree_changes_unnoticed(tmp_path, memory_map, alignment, na
 
 @pytest.mark.parametrize("memory_map", [True, False])
 @pytest.mark.parametrize("chunk_shape", [(4, 1024), (3, 1024), (8, 512)])
-def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_map):
+def test_maps_page_sized_chunks_as_one(tmp_path, chunk_shape, memory_map):
     array = array_of("float32", (10, 1024))
     encoding = Encoding("none", True)
     old_stores.write(
@@ -308,7 +308,7 @@ def test_chunks_of_whole_pages_are_mapped_as_one(tmp_path, chunk_shape, memory_m
             assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
 
 
-def test_parts_of_several_writers_make_one_array(tmp_path):
+def test_parts_of_several_writers_form_one_array(tmp_path):
     array = array_of("float32", (8, 6))
     regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
     old_stores.write(
@@ -321,7 +321,7 @@ def test_parts_of_several_writers_make_one_array(tmp_path):
     np.testing.assert_array_equal(found.view(np.uint32), array.view(np.uint32))
 
 
-def test_casts_and_pieces_are_copied_within_the_budget(tmp_path, monkeypatch):
+def test_memory_budget_covers_casts_and_copied_pieces(tmp_path, monkeypatch):
     """Rows are written where they are; columns and casts need memory of their own."""
     held = []
     real = seams.current("threads.hold_budget")
@@ -378,7 +378,7 @@ def saved(tmp_path):
     return tmp_path / "c"
 
 
-def test_arrays_are_the_mapped_files(saved):
+def test_memory_map_returns_mapped_arrays(saved):
     found = flaxckpt.load(saved, memory_map=True)
     assert is_mapped(found["w"], saved)  # of two chunks
     assert not is_mapped(found["b"], saved)  # small arrays are read together
@@ -397,7 +397,7 @@ def test_auto_maps_local_files_only(saved, monkeypatch):
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
 
 
-def test_without_maps_left_files_are_read(saved, monkeypatch):
+def test_reads_files_when_mapping_fails(saved, monkeypatch):
     def refuse(*_):
         raise OSError(12, "Cannot allocate memory")
 
@@ -421,14 +421,14 @@ def test_mapped_arrays_can_be_donated_and_trained_on(saved):
     strategies.assert_same(flaxckpt.load(saved), big_state())
 
 
-def test_mapped_numpy_leaves_can_be_written_to(saved):
+def test_mapped_numpy_leaves_are_writable(saved):
     before = np.asarray(big_state()["w"])
     found = flaxckpt.load(saved, {"w": before}, memory_map=True)
     found["w"][:] = 0
     strategies.assert_same(flaxckpt.load(saved, {"w": before}), {"w": before})
 
 
-def test_a_step_may_be_deleted_or_replaced_while_it_is_mapped(tmp_path):
+def test_mapped_step_can_be_deleted_or_replaced(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, big_state(1)).wait()
         ckpt.save(2, big_state(2)).wait()
@@ -451,7 +451,7 @@ def test_memory_mapped_state_can_overwrite_its_own_files(tmp_path):
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_shards_are_read_from_maps_or_files(saved, memory_map):
+def test_reads_shards_from_maps_or_files(saved, memory_map):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     for spec in (("data",), (None, "model"), ("model", "data"), ()):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -471,7 +471,7 @@ def test_shards_are_read_from_maps_or_files(saved, memory_map):
         *((False, "w/c.0.0"), (False, "w/c.1.0"), (False, "w/zarr.json")),
     ],
 )
-def test_damage_is_found_unless_nobody_asks(saved, memory_map, key, ocdbt):
+def test_detects_damage_unless_verify_is_off(saved, memory_map, key, ocdbt):
     if ocdbt:
         place = zarr_ocdbt.read_tree(saved / "state")[key.encode()]
         flip_bit(saved / "state" / place.file, place.offset + place.size // 2)
@@ -484,7 +484,7 @@ def test_damage_is_found_unless_nobody_asks(saved, memory_map, key, ocdbt):
     strategies.assert_same({"b": found["b"]}, {"b": big_state()["b"]})
 
 
-def test_options_of_reading_are_checked(saved):
+def test_rejects_invalid_memory_map_option(saved):
     with pytest.raises(errors.OptionError, match="memory_map must be one of"):
         flaxckpt.load(saved, memory_map="yes")
 
@@ -506,7 +506,7 @@ def lora(frozen, n):
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
 @pytest.mark.parametrize("how", ["same arrays", "equal arrays", "after a restart"])
-def test_frozen_leaves_are_stored_once(tmp_path, codec, how):
+def test_stores_frozen_leaves_once(tmp_path, codec, how):
     layout = flaxckpt.ArrayLayout(codec=codec, chunk_bytes=2**20)
     frozen = big_state()
     ckpt = flaxckpt.Checkpointer(tmp_path, layout=layout)
@@ -540,7 +540,7 @@ def shared_with_numpy(values):
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_memory_that_was_changed_in_place_is_not_linked(tmp_path, codec, checksum):
+def test_does_not_link_arrays_changed_in_place(tmp_path, codec, checksum):
     """jax arrays that share memory with numpy are the same objects, but not equal."""
     layout = flaxckpt.ArrayLayout(codec=codec, checksum=checksum, chunk_bytes=2**16)
     before = np.arange(2**18, dtype=np.float32)
@@ -581,7 +581,7 @@ def test_orbax_reads_steps_with_linked_leaves(tmp_path):
             assert found["step"] == step
 
 
-def test_a_leaf_that_changed_is_written(tmp_path):
+def test_writes_changed_leaf(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         state = big_state()
         ckpt.save(1, state).wait()
@@ -594,7 +594,7 @@ def test_a_leaf_that_changed_is_written(tmp_path):
         assert ckpt.restore()["w"].dtype == jnp.bfloat16
 
 
-def test_a_damaged_step_is_not_linked_to(tmp_path):
+def test_does_not_link_to_damaged_step(tmp_path):
     """Arrays that are equal, but not the same, are compared with the files."""
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, big_state()).wait()
@@ -604,7 +604,7 @@ def test_a_damaged_step_is_not_linked_to(tmp_path):
         strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
 
 
-def test_a_step_that_somebody_else_replaced_is_not_linked_to(tmp_path):
+def test_does_not_link_to_step_replaced_by_another_writer(tmp_path):
     """The same array was saved there, but it is not there any more."""
     state, other = big_state(1), big_state(2)
     ours = flaxckpt.Checkpointer(tmp_path)
@@ -617,7 +617,7 @@ def test_a_step_that_somebody_else_replaced_is_not_linked_to(tmp_path):
     ours.close()
 
 
-def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypatch):
+def test_replacing_linked_step_fails_save(tmp_path, monkeypatch):
     state = big_state(1)
     ours = flaxckpt.Checkpointer(tmp_path)
     ours.save(1, state).wait()
@@ -639,7 +639,7 @@ def test_a_step_replaced_while_it_is_linked_to_fails_the_save(tmp_path, monkeypa
     ours.close()
 
 
-def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
+def test_copies_files_without_hard_link_support(tmp_path, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(1, "Operation not permitted")
 
@@ -652,7 +652,7 @@ def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
         assert new_bytes(tmp_path / "1") == new_bytes(tmp_path / "2") > 2**20
 
 
-def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
+def test_background_saves_stay_consistent_during_training(tmp_path):
     """Saves in the background while the caller trains on and deletes old steps."""
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     state = {"w": jnp.zeros((256, 1024)), "n": jnp.zeros((), jnp.int32)}
@@ -673,7 +673,7 @@ def test_arrays_in_use_by_another_thread_are_saved_whole(tmp_path):
 
 
 @pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
-def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinned):
+def test_saves_accelerator_values_as_of_call(tmp_path, monkeypatch, pinned):
     """The CPU's devices have the same kinds of memory, so they can stand in for one."""
     seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     if pinned == "none":
@@ -710,7 +710,7 @@ def test_values_come_from_accelerators_as_they_were(tmp_path, monkeypatch, pinne
     strategies.assert_same(found, expected)
 
 
-def test_float8_leaves_are_cast_by_value(tmp_path):
+def test_casts_float8_leaves_by_value(tmp_path):
     state = {"w": np.array([0.5, 1, 3, 2]).astype(jnp.float8_e4m3)}
     flaxckpt.save(tmp_path / "c", state)
     cast = flaxckpt.transforms.cast("w", "uint8", lossy=True)
@@ -718,7 +718,7 @@ def test_float8_leaves_are_cast_by_value(tmp_path):
     np.testing.assert_array_equal(found["w"], [0, 1, 3, 2])
 
 
-def test_the_same_array_saved_as_another_type_is_written(tmp_path):
+def test_writes_same_array_again_under_another_dtype(tmp_path):
     """Both are bytes on disk, but not the same ones."""
     array = jnp.array([0.0, 1.0, 3.0, 2.0])
     for step, dtype in enumerate(("float8_e4m3", "uint4")):
@@ -732,7 +732,7 @@ def test_the_same_array_saved_as_another_type_is_written(tmp_path):
     ckpt.close()
 
 
-def test_a_save_without_threads_is_done_by_the_caller(tmp_path, monkeypatch):
+def test_saves_in_calling_thread_without_threads(tmp_path, monkeypatch):
     seams.refuse_threads(monkeypatch)
     handle = flaxckpt.save_async(tmp_path / "c", big_state())
     assert handle.done()

@@ -32,7 +32,7 @@ numbers = st.floats(width=32) | st.sampled_from([float("nan"), float("inf")])
 
 
 @given(st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=5))
-def test_small_arrays_are_sampled_whole(lists):
+def test_samples_small_arrays_completely(lists):
     arrays = [np.array(values, np.float32) for values in lists]
     found = sampled(*[host(str(i), array) for i, array in enumerate(arrays)])
     for i, array in enumerate(arrays):
@@ -50,7 +50,7 @@ def test_small_arrays_are_sampled_whole(lists):
         assert got.mean == pytest.approx(finite.mean(), abs=1e-9 * np.abs(finite).max())
 
 
-def test_a_histogram_is_that_of_numpy():
+def test_histogram_matches_numpy():
     values = np.random.default_rng(0).normal(size=60)
     got = sampled(host("w", values))["w"]
     assert list(got.histogram) == np.histogram(values, leaf_sample.BINS)[0].tolist()
@@ -63,14 +63,14 @@ def test_a_histogram_is_that_of_numpy():
     "dtype",
     ["bfloat16", "float8_e4m3fn", "int4", "int8", "bool", "complex64", "uint32"],
 )
-def test_all_types_have_statistics(dtype):
+def test_all_dtypes_have_statistics(dtype):
     values = np.array([0, 1, 2, 3]).astype(getattr(ml_dtypes, dtype, None) or dtype)
     got = sampled(host("w", values, dtype=dtype))["w"]
     high = 1 if dtype == "bool" else 3
     assert (got.min, got.max) == (0, high)
 
 
-def test_large_arrays_are_sampled_across_all_of_their_parts():
+def test_samples_all_parts_of_large_arrays():
     parts = [np.full(300_000, value, np.float32) for value in (1, 2, 4)]
     got = sampled(host("w", *parts), host("v", *parts[:1]))["w"]
     assert got.size == 900_000
@@ -80,7 +80,7 @@ def test_large_arrays_are_sampled_across_all_of_their_parts():
     assert got.norm == pytest.approx(exact, rel=0.05)
 
 
-def test_samples_grow_with_the_time_of_the_save():
+def test_sample_size_grows_with_save_duration():
     values = np.arange(10_000_000, dtype=np.float32)
     sizes = []
     for secs in (0.01, 1, 1000):
@@ -90,7 +90,7 @@ def test_samples_grow_with_the_time_of_the_save():
     assert sizes[0] < sizes[1] < sizes[2] <= 2**18
 
 
-def test_saves_of_similar_durations_sample_the_same_values():
+def test_similar_save_durations_sample_same_values():
     values = np.random.default_rng(0).normal(size=10_000_000).astype(np.float32)
     norms = set()
     for secs in (0.9, 1.0, 1.1):
@@ -100,7 +100,7 @@ def test_saves_of_similar_durations_sample_the_same_values():
     assert len(norms) == 1
 
 
-def test_only_the_largest_arrays_are_sampled():
+def test_samples_only_largest_arrays():
     arrays = [host(str(n), np.ones(n, np.float32)) for n in range(1, 601)]
     empty = host("empty", np.ones(0, np.float32))
     key = host("key", np.ones(4, np.uint32), dtype="key<fry>")
@@ -111,7 +111,7 @@ def test_only_the_largest_arrays_are_sampled():
     assert long.keys() == {str(n) for n in range(89, 601)}
 
 
-def test_samples_meet_all_columns():
+def test_samples_cover_all_columns():
     values = np.zeros((4096, 512), np.float32)
     values[:, 256:] = 100
     for order in ("C", "F"):
@@ -125,7 +125,7 @@ def test_samples_meet_all_columns():
             assert 20 < got.mean < 80
 
 
-def test_the_absolute_values_of_large_complex_numbers_are_finite():
+def test_magnitudes_of_large_complex_numbers_are_finite():
     values = np.full(4, 3e38 + 3e38j, np.complex64)
     got = sampled(host("w", values))["w"]
     assert got.nonfinite == 0

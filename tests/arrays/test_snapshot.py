@@ -96,7 +96,7 @@ def delete(state):
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_comes_back_although_it_was_deleted_after_the_call(tmp_path, kind):
+def test_saves_state_deleted_after_call(tmp_path, kind):
     state, expected = STATES[kind](), STATES[kind]()
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
         ckpt.save(1, state)
@@ -109,7 +109,7 @@ def test_a_state_comes_back_although_it_was_deleted_after_the_call(tmp_path, kin
 
 
 @pytest.mark.parametrize("saved_with", [False, True])
-def test_64_bit_arrays_come_back(tmp_path, saved_with):
+def test_64_bit_arrays_round_trip(tmp_path, saved_with):
     with jax.enable_x64(True):
         state = {"f": jnp.arange(3.0) + 1e-12, "i": jnp.array([2**40, -1])}
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
@@ -119,7 +119,7 @@ def test_64_bit_arrays_come_back(tmp_path, saved_with):
             strategies.assert_same(ckpt.restore(state), state)
 
 
-def test_the_default_device_does_not_attract_arrays(tmp_path):
+def test_default_device_does_not_move_arrays(tmp_path):
     state = {"w": jnp.ones(9)}  # not committed to its device
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
         with jax.default_device(jax.devices()[5]):
@@ -132,7 +132,7 @@ def test_the_default_device_does_not_attract_arrays(tmp_path):
 @pytest.mark.parametrize(
     "transforms", [(), (flaxckpt.transforms.cast(".*", "bfloat16"),)]
 )
-def test_a_loop_may_donate_its_state(tmp_path, transforms):
+def test_loop_can_donate_its_state(tmp_path, transforms):
     step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     state = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
     with flaxckpt.Checkpointer(
@@ -159,7 +159,7 @@ def snapshot_of(state, memory="device"):
     return to_host.to_host(leaves, memory=memory)
 
 
-def test_copies_are_in_other_memory_on_the_same_devices():
+def test_copies_use_separate_memory_on_same_devices():
     state = {
         "w": jnp.ones((512, 512)),
         "v": jax.device_put(jnp.ones(9), jax.devices()[2]),
@@ -173,7 +173,7 @@ def test_copies_are_in_other_memory_on_the_same_devices():
 
 
 @pytest.mark.parametrize("pinned", ["pinned memory", "none", "not enough"])
-def test_few_batches_are_on_the_host_at_a_time(monkeypatch, pinned):
+def test_stages_few_batches_on_host_at_a_time(monkeypatch, pinned):
     state = {f"w{i}": jnp.full((100, 100), i) for i in range(10)}
     arrays = snapshot_of(state)
     copies = [array.shards[0].data.value for array in arrays]
@@ -218,9 +218,7 @@ def refuse_copies(monkeypatch, *, later):
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_without_memory_on_the_device_the_host_takes_the_snapshot(
-    tmp_path, monkeypatch, caplog, later
-):
+def test_falls_back_to_host_without_device_memory(tmp_path, monkeypatch, caplog, later):
     state, expected = arrays(), arrays()
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
         with monkeypatch.context() as patch:
@@ -234,7 +232,7 @@ def test_without_memory_on_the_device_the_host_takes_the_snapshot(
     assert later == (not any(x.is_deleted() for x in jax_arrays(state)))
 
 
-def test_a_copy_that_fails_after_its_original_was_donated_is_an_error(monkeypatch):
+def test_failed_copy_of_donated_array_raises_error(monkeypatch):
     state = {"w": jnp.ones((64, 64)), "v": jnp.zeros(3)}
     refuse_copies(monkeypatch, later=True)
     arrays = snapshot_of(state)
@@ -245,7 +243,7 @@ def test_a_copy_that_fails_after_its_original_was_donated_is_an_error(monkeypatc
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_auto_asks_the_devices_for_their_memory(monkeypatch, caplog, tmp_path, fits):
+def test_auto_checks_device_memory(monkeypatch, caplog, tmp_path, fits):
     """On the CPU, which reports none, `auto` views arrays as `host` does."""
     asked = []
 
@@ -300,11 +298,11 @@ def test_auto_asks_the_devices_for_their_memory(monkeypatch, caplog, tmp_path, f
         ),
     ],
 )
-def test_the_peak_of_a_step_counts(stats, size, largest, fits):
+def test_counts_peak_memory_of_step(stats, size, largest, fits):
     assert device_memory._has_room(stats, size, largest) == fits
 
 
-def test_no_array_of_the_state_keeps_its_values_on_the_host(monkeypatch):
+def test_state_arrays_keep_no_values_on_host(monkeypatch):
     """As jax does for arrays that are converted to numpy, if that is a copy."""
     seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     seams.replace(monkeypatch, "to_host.pinned", lambda sharding: None)
@@ -323,7 +321,7 @@ def live_bytes():
 
 
 @pytest.mark.parametrize("end", ["written", "cancelled", "failed"])
-def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
+def test_leaves_no_copy_after_save_ends(tmp_path, monkeypatch, end):
     state = {f"w{i}": jnp.ones((64, 64)) for i in range(4)}
     before = live_bytes()
     with flaxckpt.Checkpointer(tmp_path, snapshot="device") as ckpt:
@@ -346,7 +344,7 @@ def test_no_copy_is_left_when_a_save_has_ended(tmp_path, monkeypatch, end):
 @pytest.mark.slow
 @pytest.mark.parametrize("snapshot", slow.all_but(to_host.SNAPSHOTS, ["host"]))
 @pytest.mark.parametrize("saves", [pytest.param(200, marks=pytest.mark.slow), 40])
-def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, saves):
+def test_many_saves_leak_no_memory(tmp_path, monkeypatch, snapshot, saves):
     if snapshot == "host":  # through pinned memory, as from an accelerator
         seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     params = {f"w{i}": jnp.full((256, 256), i) for i in range(8)}
@@ -368,7 +366,7 @@ def test_many_saves_leave_no_memory_behind(tmp_path, monkeypatch, snapshot, save
     assert memory().rss - before < 8 * size  # a leak would be of 20 states or more
 
 
-def test_an_unknown_memory_is_refused(tmp_path):
+def test_rejects_unknown_memory(tmp_path):
     for wrong in ("gpu", None, True):
         with pytest.raises(errors.OptionError, match="'host', 'device' or 'auto'"):
             flaxckpt.Checkpointer(tmp_path, snapshot=wrong)

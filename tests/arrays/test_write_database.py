@@ -92,7 +92,7 @@ def test_tensorstore_reads_any_arrays(
     assert sum(map(len, found.values())) == len(chunks)
 
 
-def test_files_have_the_names_of_large_arrays(tmp_path):
+def test_names_files_after_large_arrays(tmp_path):
     large, small = np.ones((2 * MIB // 4,), np.float32), np.ones(3)
     state = {
         "params": {"kernel": large, "Kernel": large, "bias": small},
@@ -120,12 +120,12 @@ def test_files_have_the_names_of_large_arrays(tmp_path):
         (2**40, True, (1024, 64, 64)),
     ],
 )
-def test_a_large_state_has_larger_files(total, in_store, mib):
+def test_large_states_use_larger_files(total, in_store, mib):
     sizes = write_database.choose_sizes(total, in_store=in_store)
     assert sizes == tuple(size * MIB for size in mib)
 
 
-def test_a_large_array_has_files_of_64_mib(tmp_path):
+def test_splits_large_array_into_64_mib_files(tmp_path):
     state = {"w": np.arange(40 * MIB, dtype=np.float32)}
     layout = flaxckpt.ArrayLayout(chunk_bytes=24 * MIB)
     flaxckpt.save(tmp_path / "c", state, layout=layout)
@@ -139,7 +139,7 @@ def test_a_large_array_has_files_of_64_mib(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
-def test_a_step_with_nearly_all_leaves_frozen_is_small(tmp_path, codec):
+def test_step_with_mostly_frozen_leaves_is_small(tmp_path, codec):
     keys = jax.random.split(jax.random.key(0), 4)
     frozen = {f"w{n}": jax.random.normal(key, (768, 768)) for n, key in enumerate(keys)}
     layout = flaxckpt.ArrayLayout(codec=codec)
@@ -153,7 +153,7 @@ def test_a_step_with_nearly_all_leaves_frozen_is_small(tmp_path, codec):
 
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
-def test_so_is_one_with_small_leaves_that_share_files(tmp_path, codec):
+def test_step_with_small_leaves_in_shared_files_is_small(tmp_path, codec):
     values = np.random.default_rng(0).standard_normal((450, 60_000), np.float32)
     state = {f"w{n:03}": values[n] for n in range(450)}
     layout = flaxckpt.ArrayLayout(codec=codec)
@@ -167,7 +167,7 @@ def test_so_is_one_with_small_leaves_that_share_files(tmp_path, codec):
     strategies.assert_same(flaxckpt.load(tmp_path)["w124"], values[124])
 
 
-def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
+def test_reads_and_verifies_leaf_part_by_segments(tmp_path):
     state = {"w": np.arange(2 * MIB, dtype=np.float32).reshape(2048, 1024)}
     flaxckpt.save(tmp_path / "c", state, layout=DATABASE)
     with (tmp_path / "c/state/d/0.0/w").open("r+b") as file:
@@ -195,7 +195,7 @@ def test_a_part_of_a_leaf_is_read_and_verified_by_segments(tmp_path):
 
 
 @pytest.mark.parametrize("store", ["auto", "files", "ocdbt"])
-def test_store_option_has_no_effect_but_warns(tmp_path, caplog, store):
+def test_store_option_warns_and_has_no_effect(tmp_path, caplog, store):
     layout = flaxckpt.ArrayLayout(store=store, chunk_bytes=7)
     assert f"store='{store}') has no effect any more" in caplog.text
     assert layout == flaxckpt.ArrayLayout(chunk_bytes=7)
@@ -205,14 +205,14 @@ def test_store_option_has_no_effect_but_warns(tmp_path, caplog, store):
     assert (tmp_path / "c/state/manifest.ocdbt").is_file()
 
 
-def test_another_store_is_refused():
+def test_rejects_unknown_store():
     with pytest.raises(flaxckpt.errors.OptionError, match="store must be one of"):
         flaxckpt.ArrayLayout(store="zip")
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("size", [0, 3, 2**19])
-def test_an_array_may_fill_several_leaves(tmp_path, codec, size):
+def test_one_array_can_fill_several_leaves(tmp_path, codec, size):
     saved = {"a": jnp.arange(size, dtype=jnp.float32), "n": 7}
     layout = flaxckpt.ArrayLayout(codec=codec)
     flaxckpt.save(tmp_path / "c", saved, layout=layout)
@@ -228,7 +228,7 @@ def test_an_array_may_fill_several_leaves(tmp_path, codec, size):
         strategies.assert_same(found[name], leaf)
 
 
-def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
+def test_replaces_step_while_its_leaf_is_open(tmp_path):
     layout = flaxckpt.ArrayLayout(codec="compact")
     numbers = np.random.default_rng(0)
     for n in range(3):
@@ -240,7 +240,7 @@ def test_a_step_may_be_replaced_while_a_leaf_of_it_is_open(tmp_path):
             leaf.read().result()
 
 
-def test_tensorstore_lists_the_keys_of_each_item(tmp_path):
+def test_tensorstore_lists_keys_of_each_item(tmp_path):
     state = {"a": {"w": np.ones(3)}, "b": {"w": np.ones((2, 2)), "n": 1}}
     flaxckpt.save(tmp_path / "c", state, items=("a", "b"), layout=DATABASE)
     for item, keys in (("a", {"w"}), ("b", {"w", "n"})):
@@ -250,7 +250,7 @@ def test_tensorstore_lists_the_keys_of_each_item(tmp_path):
         assert listed == keys
 
 
-def test_files_are_recorded_by_name():
+def test_records_files_in_name_order():
     """Not in the order in which threads have written them."""
     values = {b"a": btree.Place("d/0.0/b", 0, 1), b"b": btree.Place("d/0.0/a", 0, 1)}
     assert list(write_database.make_index(values).sizes) == ["d/0.0/a", "d/0.0/b"]

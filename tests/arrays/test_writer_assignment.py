@@ -49,7 +49,7 @@ def tasks(draw, mesh):
 
 
 @given(meshes(), st.data())
-def test_every_part_of_every_shard_has_one_writer(drawn, data):
+def test_every_part_of_each_shard_has_one_writer(drawn, data):
     mesh, processes = drawn
     given_tasks = data.draw(st.lists(tasks(mesh), max_size=6))
     place = zarr_writer_assignment.placement_in_order(processes)
@@ -73,7 +73,7 @@ def test_every_part_of_every_shard_has_one_writer(drawn, data):
 
 
 @given(meshes(), st.integers(1, 40))
-def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
+def test_divides_replicated_equal_arrays_evenly(drawn, count):
     mesh, processes = drawn
     task = zarr_writer_assignment.Task(NamedSharding(mesh, P()), (), 1, MIB)
     _, loads = zarr_writer_assignment.assign(
@@ -82,7 +82,7 @@ def test_equal_arrays_that_all_have_are_divided_equally(drawn, count):
     assert max(loads) - min(loads) <= MIB
 
 
-def test_the_largest_arrays_go_first_to_whoever_has_least():
+def test_assigns_largest_arrays_first_to_least_loaded():
     mesh = AbstractMesh((2, 2), ("data", "model"))
     everywhere = NamedSharding(mesh, P())
     sizes = [size * MIB for size in (1, 2, 3, 10, 4)]
@@ -94,7 +94,7 @@ def test_the_largest_arrays_go_first_to_whoever_has_least():
     assert [places[i] for i in (3, 4, 2, 1, 0)] == [0, 2, 2, 2, 2]
 
 
-def test_an_array_in_shards_is_divided_though_none_is_written_in_parts():
+def test_divides_shards_of_array_among_processes():
     mesh = AbstractMesh((8, 4), ("data", "model"))
     split = zarr_writer_assignment.Task(NamedSharding(mesh, P("model")), (), 1, MIB)
     for count, most in ((1, MIB), (2, MIB), (3, 2 * MIB), (8, 4 * MIB)):
@@ -104,7 +104,7 @@ def test_an_array_in_shards_is_divided_though_none_is_written_in_parts():
         assert (sum(loads), max(loads)) == (count * 4 * MIB, most)
 
 
-def test_tiny_arrays_are_not_all_written_by_one():
+def test_distributes_tiny_arrays_among_processes():
     """Whoever has a little less to write than the others does not make all files."""
     mesh = AbstractMesh((8,), ("data",))
     whole = NamedSharding(mesh, P())
@@ -122,7 +122,7 @@ def test_tiny_arrays_are_not_all_written_by_one():
     "spec",
     [P("x"), P(None, "x"), P("y", "x"), P(("y", "x")), P(("z", "x"), "y"), P("x", "z")],
 )
-def test_shards_are_numbered_alike_where_they_are_and_in_plans(spec):
+def test_numbers_shards_alike_on_devices_and_in_plans(spec):
     devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
     mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
     sharding = NamedSharding(mesh, spec)
@@ -146,7 +146,7 @@ def test_first_process_writes_leaves_without_sharding():
 @pytest.mark.parametrize(
     "spec", [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("y", "x")), P("z", "y")]
 )
-def test_replicas_are_numbered_as_jax_numbers_them(spec):
+def test_numbers_replicas_as_jax_does(spec):
     devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
     mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
     sharding = NamedSharding(mesh, spec)
@@ -160,6 +160,6 @@ def test_replicas_are_numbered_as_jax_numbers_them(spec):
     assert {tuple(column) for column in holders.T.tolist()} == columns
 
 
-def test_an_array_on_one_device_is_where_that_is():
+def test_places_single_device_array_on_its_device():
     sharding = SingleDeviceSharding(jax.devices()[3])
     assert zarr_writer_assignment.placement(sharding, (8, 8)).tolist() == [[0]]

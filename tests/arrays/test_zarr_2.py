@@ -51,13 +51,13 @@ def state():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_all_types_come_back(tmp_path, codec):
+def test_all_dtypes_round_trip(tmp_path, codec):
     wanted = all_types()
     flaxckpt.save(tmp_path / "c", wanted, layout=layout(codec))
     strategies.assert_same(wanted, flaxckpt.load(tmp_path / "c"))
 
 
-def test_the_files_say_zarr_2(tmp_path):
+def test_files_declare_zarr_2(tmp_path):
     flaxckpt.save(tmp_path / "c", state(), layout=layout())
     described = json.loads((tmp_path / "c" / "state" / "_METADATA").read_text())
     assert described["use_zarr3"] is False
@@ -75,7 +75,7 @@ def test_the_files_say_zarr_2(tmp_path):
     assert array["dtype"] == "<f4"
 
 
-def test_chunks_of_a_large_array_are_cut(tmp_path):
+def test_splits_large_array_into_chunks(tmp_path):
     wanted = {"w": jnp.arange(2**16, dtype=jnp.float32).reshape(256, 256)}
     small = layout(chunk_bytes=2**14)
     flaxckpt.save(tmp_path / "c", wanted, layout=small)
@@ -87,7 +87,7 @@ def test_chunks_of_a_large_array_are_cut(tmp_path):
 @pytest.mark.parametrize(
     "reader", ["v0_pytree", "v0_standard_target", "v1_load_target"]
 )
-def test_stock_orbax_reads_it(tmp_path, codec, reader):
+def test_stock_orbax_reads_checkpoint(tmp_path, codec, reader):
     wanted = state()
     flaxckpt.save(tmp_path / "5", wanted, layout=layout(codec))
     sharding = SingleDeviceSharding(jax.devices()[0])
@@ -117,6 +117,6 @@ def values(leaf):
     return leaf
 
 
-def test_another_version_is_refused():
+def test_rejects_unknown_version():
     with pytest.raises(flaxckpt.errors.OptionError, match="zarr_version"):
         flaxckpt.ArrayLayout(zarr_version=1)

@@ -35,7 +35,7 @@ def left(directory):
         ("sync", ENCODED),
     ],
 )
-def test_nothing_of_a_cancelled_save_is_left(tmp_path, monkeypatch, place, layout):
+def test_cancelled_save_leaves_nothing_behind(tmp_path, monkeypatch, place, layout):
     gate, path = Gate(monkeypatch, place), tmp_path / "c"
     handle = gate.hold(lambda: flaxckpt.save_async(path, state(1), layout=layout))
     assert left(tmp_path) != []
@@ -52,14 +52,14 @@ def test_nothing_of_a_cancelled_save_is_left(tmp_path, monkeypatch, place, layou
     assert left(tmp_path) == ["c"]
 
 
-def test_a_cancelled_save_writes_no_further_chunks(tmp_path, monkeypatch):
+def test_cancelled_save_writes_no_further_chunks(tmp_path, monkeypatch):
     gate = Gate(monkeypatch, "chunk")
     handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
     assert handle.cancel()
     assert gate.calls < 40, "of 40 arrays, each with a file of metadata"
 
 
-def test_a_committed_save_is_not_cancelled(tmp_path, monkeypatch):
+def test_cancel_has_no_effect_on_committed_save(tmp_path, monkeypatch):
     gate, path = Gate(monkeypatch, "rename"), tmp_path / "c"
     handle = gate.hold(lambda: flaxckpt.save_async(path, state(1)))
     assert not handle.cancel()
@@ -68,7 +68,7 @@ def test_a_committed_save_is_not_cancelled(tmp_path, monkeypatch):
     assert flaxckpt.load(path)["w0"][0] == 1
 
 
-def test_a_failed_save_is_not_cancelled(tmp_path, monkeypatch):
+def test_cancel_has_no_effect_on_failed_save(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
@@ -82,7 +82,7 @@ def test_a_failed_save_is_not_cancelled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["chunk", "sync"])
-def test_cancelled_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch, place):
+def test_cancelled_save_keeps_previous_checkpoint(tmp_path, monkeypatch, place):
     path = tmp_path / "c"
     flaxckpt.save(path, state(1))
     gate = Gate(monkeypatch, place)
@@ -93,7 +93,7 @@ def test_cancelled_save_keeps_the_previous_checkpoint(tmp_path, monkeypatch, pla
     assert flaxckpt.load(path)["w0"][0] == 1
 
 
-def test_a_step_of_several_items_is_cancelled_as_a_whole(tmp_path, monkeypatch):
+def test_cancels_all_items_of_step_together(tmp_path, monkeypatch):
     def save(step):
         branches = {"params": state(step), "optimizer": state(-step)}
         return ckpt.save(step, branches, json={"config": {"step": step}})
@@ -110,9 +110,7 @@ def test_a_step_of_several_items_is_cancelled_as_a_whole(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["memory", "moto"])
-def test_a_save_into_a_store_is_cancelled_unless_it_replaces_one(
-    store_path, monkeypatch, kind
-):
+def test_cancels_store_save_unless_it_overwrites(store_path, monkeypatch, kind):
     path = store_path(kind) / "c"
     gate = Gate(monkeypatch, "metadata")
     assert gate.hold(lambda: flaxckpt.save_async(path, state(1))).cancel()
@@ -124,7 +122,7 @@ def test_a_save_into_a_store_is_cancelled_unless_it_replaces_one(
     assert flaxckpt.load(path)["w0"][0] == 3
 
 
-def test_several_threads_may_cancel_and_wait(tmp_path, monkeypatch):
+def test_multiple_threads_can_cancel_and_wait(tmp_path, monkeypatch):
     gate = Gate(monkeypatch, "sync")
     handle = gate.hold(lambda: flaxckpt.save_async(tmp_path / "c", state(1)))
     found = []
@@ -142,7 +140,7 @@ def test_several_threads_may_cancel_and_wait(tmp_path, monkeypatch):
     assert found == [True] * 4
 
 
-def test_either_the_commit_or_the_cancel_comes_first():
+def test_commit_and_cancel_exclude_each_other():
     for _ in range(200):
         cancellation, outcome = Cancellation(), []
         ready = threading.Barrier(2)

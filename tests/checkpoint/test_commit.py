@@ -36,7 +36,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_a_failure_to_write_is_one_kind_of_error(tmp_path, what):
+def test_write_failures_raise_save_failed_error(tmp_path, what):
     error, told = FAILURES[what]
     with pytest.raises(errors.SaveFailedError, match=told) as info:
         fail(commit.write_lock, tmp_path / "c", error)
@@ -49,21 +49,21 @@ def fail(context, path, error):
         raise error
 
 
-def test_errors_of_ours_are_raised_as_they_are(tmp_path):
+def test_own_errors_propagate_unchanged(tmp_path):
     for error in (errors.CheckpointExistsError("there"), errors.OptionError("bad")):
         with pytest.raises(type(error)) as info:
             fail(commit.write_lock, tmp_path / "c", error)
         assert info.value is error
 
 
-def test_before_the_first_write_nothing_was_written(tmp_path):
+def test_store_error_before_first_write_reports_nothing_written(tmp_path):
     with pytest.raises(errors.SaveFailedError, match="no answer\nNothing was written"):
         fail(commit.store_errors, tmp_path / "c", errors.StoreError("no answer"))
     with pytest.raises(OSError, match="on fire"):
         fail(commit.store_errors, tmp_path / "c", OSError("on fire"))
 
 
-def test_one_thread_at_a_time_writes_a_checkpoint(tmp_path):
+def test_write_lock_admits_one_thread_per_checkpoint(tmp_path):
     inside, most = [], []
 
     def write(path):
@@ -86,7 +86,7 @@ def test_one_thread_at_a_time_writes_a_checkpoint(tmp_path):
 # ---- requests ---------------------------------------------------------------------
 
 
-def test_a_request_knows_how_long_it_takes(tmp_path):
+def test_save_request_reports_elapsed_time_and_options(tmp_path):
     request = commit.SaveRequest(path=tmp_path)
     assert 0 <= request.elapsed() < 60
     assert not request.overwrite
@@ -94,7 +94,7 @@ def test_a_request_knows_how_long_it_takes(tmp_path):
     assert commit.SaveRequest(path=tmp_path, step=3).number == 3
 
 
-def test_a_snapshot_knows_its_bytes(tmp_path):
+def test_snapshot_counts_its_bytes(tmp_path):
     request = commit.SaveRequest(path=tmp_path / "c")
     snapshot = save.take_snapshot(request, {**STATE, "text": "a"})
     arrays = STATE["w"].nbytes + STATE["b"].nbytes
@@ -106,7 +106,7 @@ def test_a_snapshot_knows_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
-def test_all_parts_are_there(tmp_path, kind):
+def test_save_writes_all_parts(tmp_path, kind):
     root = faulty.new_path("commit") if kind == "store" else tmp_path / "a" / "run"
     with flaxckpt.Checkpointer(root) as ckpt:
         result = ckpt.save(
@@ -145,7 +145,7 @@ def test_items_have_their_own_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("permissions", [None, 0o750])
-def test_an_equal_array_is_linked_to_a_file_of_the_same_mode(tmp_path, permissions):
+def test_links_equal_array_only_to_file_of_same_mode(tmp_path, permissions):
     large = np.arange(2**18, dtype="f4")  # in a file of its own
     state = STATE | {"large": large}
     with flaxckpt.Checkpointer(tmp_path, permissions=permissions) as ckpt:
@@ -170,7 +170,7 @@ def bytes_read():
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts bytes")
-def test_an_array_that_was_saved_before_is_linked_without_reading_it(tmp_path):
+def test_links_previously_saved_array_without_reading_it(tmp_path):
     array = jnp.arange(2**20)
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, {"w": array}).wait()
@@ -193,7 +193,7 @@ def test_parts_of_large_chunks_have_checksums(tmp_path):
     assert len(inner) == 2**18 // segments["bytes"] - 1
 
 
-def test_missing_parents_are_made(tmp_path):
+def test_creates_missing_parents(tmp_path):
     flaxckpt.save(tmp_path / "a/b/c", STATE)
     strategies.assert_same(STATE, flaxckpt.load(tmp_path / "a/b/c"))
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
@@ -202,7 +202,7 @@ def test_missing_parents_are_made(tmp_path):
     assert ckpt.steps() == [1]
 
 
-def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path):
+def test_counts_array_bytes_while_writing(tmp_path):
     sizes = []
     snapshot = take_snapshot(tmp_path / "c", count=sizes.append)
     with commit.begin(snapshot) as transaction:
@@ -210,7 +210,7 @@ def test_the_bytes_of_arrays_are_counted_while_they_are_written(tmp_path):
     assert sum(sizes) == snapshot.stored_bytes
 
 
-def test_a_failure_of_another_file_stops_the_arrays(tmp_path):
+def test_failure_of_another_file_stops_array_writes(tmp_path):
     """The other files are written beside the arrays, by another thread."""
 
     def check():
@@ -229,7 +229,7 @@ def take_snapshot(path, **options):
     return save.take_snapshot(request, STATE)
 
 
-def test_an_object_is_no_directory_of_a_checkpoint():
+def test_rejects_path_below_store_object():
     file = faulty.new_path("commit") / "file"
     file.write_bytes(b"mine")
     with pytest.raises(errors.SaveFailedError, match="file"):
@@ -237,7 +237,7 @@ def test_an_object_is_no_directory_of_a_checkpoint():
     assert file.read_bytes() == b"mine"
 
 
-def test_files_in_new_directories_are_written(tmp_path):
+def test_write_files_creates_directories(tmp_path):
     content = {"a/b/one": b"1", "a/b/two": b"2", "three": b"3"}
     LOCAL.write_files(tmp_path, content)
     assert {name: (tmp_path / name).read_bytes() for name in content} == content
@@ -254,7 +254,7 @@ def make(path, content):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_finished_directory_gets_its_name(tmp_path, is_there):
+def test_publish_renames_finished_directory(tmp_path, is_there):
     new, final = make(tmp_path / "new", 2.0), tmp_path / "c"
     if is_there:
         make(final, 1.0)
@@ -267,7 +267,7 @@ def test_a_finished_directory_gets_its_name(tmp_path, is_there):
     assert new.exists() is is_there, "the old one, under the other name"
 
 
-def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
+def test_publish_keeps_files_added_meanwhile(tmp_path):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     (final / "notes.txt").write_text("mine")
     with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
@@ -276,7 +276,7 @@ def test_files_that_came_meanwhile_are_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_pin_that_came_meanwhile_is_kept(tmp_path, is_pinned):
+def test_publish_keeps_pin_added_meanwhile(tmp_path, is_pinned):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     if is_pinned:
         run_files.pin(final)
@@ -296,7 +296,7 @@ def pin_in_the_exchange(monkeypatch):
     seams.replace(monkeypatch, "rename.exchange", exchange)
 
 
-def test_a_pin_that_comes_at_the_last_moment_is_kept(tmp_path, monkeypatch):
+def test_publish_keeps_pin_added_during_exchange(tmp_path, monkeypatch):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     pin_in_the_exchange(monkeypatch)
     commit.publish(new, final, overwrite=True)
@@ -305,7 +305,7 @@ def test_a_pin_that_comes_at_the_last_moment_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
+def test_publish_raises_error_if_pin_cannot_be_kept(tmp_path, monkeypatch, is_late):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     if is_late:
         pin_in_the_exchange(monkeypatch)
@@ -328,7 +328,7 @@ def test_a_pin_that_cannot_be_kept_is_an_error(tmp_path, monkeypatch, is_late):
     assert flaxckpt.load(final)["w"][0] == (2.0 if is_late else 1.0)
 
 
-def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
+def test_publish_does_not_rewrite_pin_of_new_step(tmp_path):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     for path in (new, final):
         run_files.pin(path)
@@ -340,7 +340,7 @@ def test_a_pin_that_the_new_step_has_is_not_made_again(tmp_path):
 # ---- after a long pause -----------------------------------------------------------
 
 
-def test_a_directory_that_was_made_anew_is_not_published(tmp_path, monkeypatch):
+def test_does_not_publish_recreated_directory(tmp_path, monkeypatch):
     real = seams.current("arrays.write")
 
     def write(root, *args, **options):

@@ -80,7 +80,7 @@ def find_damage(path, wanted):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_file_may_be_missing_or_empty(tmp_path, layout):
+def test_detects_missing_and_empty_files(tmp_path, layout):
     path = save(tmp_path / "c", layout, metrics={"loss": 1.0})
     assert find_loss(path) is None
     files = {file for file in path.rglob("*") if file.is_file()}
@@ -92,7 +92,7 @@ def test_no_file_may_be_missing_or_empty(tmp_path, layout):
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter"])
-def test_files_of_a_database_have_their_sizes(tmp_path, change):
+def test_detects_wrong_size_of_database_files(tmp_path, change):
     path = save(tmp_path / "c", "database")
     for name in ("state/d/0.small.0", "state/d/tree"):
         assert name in find_loss(changed(path, name, change))
@@ -100,7 +100,7 @@ def test_files_of_a_database_have_their_sizes(tmp_path, change):
 
 @pytest.mark.parametrize("layout", ["files", "no checksums"])
 @pytest.mark.parametrize("change", ["longer", "shorter"])
-def test_chunks_have_their_sizes(tmp_path, layout, change):
+def test_detects_wrong_size_of_chunks(tmp_path, layout, change):
     path = save(tmp_path / "c", layout)
     name = "state/b/c.0"
     size = (path / name).stat().st_size
@@ -109,7 +109,7 @@ def test_chunks_have_their_sizes(tmp_path, layout, change):
     assert told in find_loss(changed(path, name, change))
 
 
-def test_all_faults_of_an_array_are_reported(tmp_path):
+def test_reports_all_faults_of_array(tmp_path):
     path = save(tmp_path / "c", "compressed")
     copy = changed(path, "state/w/c.0.0", "removed")
     (copy / "state/w/zarr.json").unlink()
@@ -119,7 +119,7 @@ def test_all_faults_of_an_array_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1024, 1023], ids=["in files", "in nodes"])
-def test_an_old_database_has_the_bytes_of_arrays_outside_its_nodes(tmp_path, size):
+def test_checks_array_bytes_outside_nodes_of_old_database(tmp_path, size):
     path = tmp_path / "c" / "1"
     layout = flaxckpt.ArrayLayout(codec="none", checksum=False)
     flaxckpt.save(path, {"w": np.zeros(size, "f4")}, layout=layout)
@@ -148,7 +148,7 @@ def test_deleted_items_do_not_count_as_missing(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["files", "compressed"])
-def test_only_the_files_of_some_leaves_are_checked(tmp_path, layout):
+def test_checks_files_of_wanted_leaves_separately(tmp_path, layout):
     path = save(tmp_path / "c", layout)
     assert find_damage(path, STATE) == (None, None)
     copy = changed(path, "state/w/c.0.0", "removed")
@@ -162,7 +162,7 @@ def test_only_the_files_of_some_leaves_are_checked(tmp_path, layout):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
+def test_checks_database_for_each_of_its_leaves(tmp_path, is_old):
     path = tmp_path / "run"
     item = {"w": STATE["w"], "b": STATE["b"]}
     with flaxckpt.Checkpointer(
@@ -182,7 +182,7 @@ def test_a_database_is_checked_for_each_of_its_leaves(tmp_path, is_old):
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_no_object_may_be_missing(codec):
+def test_detects_missing_objects(codec):
     root = faulty.new_path("file-sizes")
     layout = flaxckpt.ArrayLayout(codec=codec)
     state = {"a": np.ones(3), "text": "a", "c": np.ones(3)}  # without arrays in between
@@ -206,7 +206,7 @@ def flip(file):
     file.write_bytes(content)
 
 
-def test_arrays_are_not_read(tmp_path):
+def test_does_not_read_arrays(tmp_path):
     """But the tree of a database, an old small one, and what is not of arrays."""
     path = save(tmp_path / "zarr", "zarr 2")
     [chunk] = [file for file in (path / "state/w").iterdir() if file.name != ".zarray"]
@@ -228,12 +228,12 @@ def test_arrays_are_not_read(tmp_path):
     assert find_loss(path) is None
 
 
-def test_a_step_of_another_library_has_no_sizes(tmp_path):
+def test_checks_no_sizes_in_step_of_another_library(tmp_path):
     shutil.copytree(GOLDEN / "orbax-0.12.8" / "v0_files" / "7", tmp_path / "7")
     assert find_loss(tmp_path / "7") is None
 
 
-def test_a_step_without_its_manifest_is_not_whole(tmp_path):
+def test_step_without_manifest_is_incomplete(tmp_path):
     path = save(tmp_path / "c", "database")
     (path / "flaxckpt.json").unlink()
     assert "flaxckpt.json" in find_loss(path)
@@ -241,7 +241,7 @@ def test_a_step_without_its_manifest_is_not_whole(tmp_path):
 
 @pytest.mark.parametrize("codec", ["compact", "zstd"])
 @pytest.mark.parametrize("size", [4096, 70_000, 2**20])
-def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
+def test_detects_wrong_size_of_compressed_chunks(tmp_path, codec, size):
     values = {
         "random": np.random.default_rng(0).bytes(size),
         "zeros": bytes(size),
@@ -264,7 +264,7 @@ def test_a_compressed_chunk_knows_its_size(tmp_path, codec, size):
             chunk.write_bytes(content)
 
 
-def test_items_that_are_damaged_are_reported(tmp_path):
+def test_reports_damaged_items(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as ckpt:
         ckpt.save(1, {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}})
     shutil.rmtree(tmp_path / "1" / "b")

@@ -38,7 +38,7 @@ def gate(monkeypatch):
     return opened
 
 
-def test_the_state_is_that_of_load(tmp_path, gate):
+def test_returns_same_state_as_load(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", train_state(1.5))
     abstract = jax.eval_shape(lambda: train_state(0.0))
     handle = flaxckpt.load_async(tmp_path / "c", abstract)
@@ -55,12 +55,12 @@ def test_the_state_is_that_of_load(tmp_path, gate):
     assert isinstance(state, TrainState)
 
 
-def test_the_arguments_are_those_of_load():
+def test_takes_same_arguments_as_load():
     found, wanted = map(inspect.signature, (flaxckpt.load_async, flaxckpt.load))
     assert found.parameters == wanted.parameters
 
 
-def test_the_program_computes_while_it_is_read(tmp_path, gate):
+def test_program_computes_during_load(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", train_state(1.5))
     abstract = train_state(0.0)
     handle = flaxckpt.load_async(tmp_path / "c", abstract)
@@ -70,7 +70,7 @@ def test_the_program_computes_while_it_is_read(tmp_path, gate):
     assert compiled(handle.wait()).step == 1
 
 
-def test_without_a_template_and_by_step(tmp_path):
+def test_loads_without_template_and_by_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": np.full(3, step), "n": (step, None)})
@@ -79,7 +79,7 @@ def test_without_a_template_and_by_step(tmp_path):
     assert [state["w"].tolist() for state in loaded] == [[1] * 3, [2] * 3]
 
 
-def test_leaves_go_to_their_shardings(tmp_path):
+def test_places_leaves_on_their_shardings(tmp_path):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     flaxckpt.save(tmp_path / "c", {"w": values})
@@ -90,7 +90,7 @@ def test_leaves_go_to_their_shardings(tmp_path):
     np.testing.assert_array_equal(state["w"], values)
 
 
-def test_moments_follow_transforms_and_new_leaves_start_afresh(tmp_path):
+def test_transforms_moments_and_initializes_new_leaves(tmp_path):
     flaxckpt.save(tmp_path / "c", train_state(1.5))
     tx = optax.chain(optax.adamw(1e-3), optax.trace(0.9))
     options = {"transforms": [transforms.map_leaf("params/.*", lambda x: 2 * x)]}
@@ -101,7 +101,7 @@ def test_moments_follow_transforms_and_new_leaves_start_afresh(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, again.opt_state)
 
 
-def test_modules_can_be_trained_on(tmp_path):
+def test_loaded_modules_are_trainable(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-1), wrt=nnx.Param)
     flaxckpt.save(tmp_path / "c", (model, optimizer))
@@ -117,7 +117,7 @@ def test_modules_can_be_trained_on(tmp_path):
     assert not np.array_equal(loaded.kernel[...], model.kernel[...])
 
 
-def test_settings_of_a_with_block_hold(tmp_path):
+def test_keeps_jax_settings_of_with_block(tmp_path):
     """jax has them for the thread of the block only."""
     values = np.array([1 + 2.0**-40])
     flaxckpt.save(tmp_path / "c", {"w": values})
@@ -133,7 +133,7 @@ def test_settings_of_a_with_block_hold(tmp_path):
 # ---- what goes wrong ---------------------------------------------------------------
 
 
-def test_load_async_raises_misfits_at_once(tmp_path, gate):
+def test_raises_mismatches_immediately(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", train_state(1.5))
     with pytest.raises(errors.RestoreMismatchError, match="nothing"):
         flaxckpt.load_async(tmp_path / "c", {"params": {"w": jnp.ones(2)}})
@@ -141,7 +141,7 @@ def test_load_async_raises_misfits_at_once(tmp_path, gate):
         flaxckpt.load_async(tmp_path / "d")
 
 
-def test_damage_is_an_error_of_wait(tmp_path):
+def test_wait_raises_damage_error(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": np.arange(100.0)})
     flip_bit(tmp_path / "c/state/d/0.small.0")
     handle = flaxckpt.load_async(tmp_path / "c")
@@ -151,7 +151,7 @@ def test_damage_is_an_error_of_wait(tmp_path):
     assert repr(handle) == "<loading c: failed>"
 
 
-def test_wait_reports_that_the_checkpoint_was_replaced(tmp_path, gate):
+def test_wait_reports_replaced_checkpoint(tmp_path, gate):
     flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
     handle = flaxckpt.load_async(tmp_path / "c")
     flaxckpt.save(tmp_path / "c", {"w": np.zeros(100)}, overwrite=True)
@@ -160,7 +160,7 @@ def test_wait_reports_that_the_checkpoint_was_replaced(tmp_path, gate):
         handle.wait()
 
 
-def test_without_a_thread_it_is_read_at_once(tmp_path, monkeypatch):
+def test_loads_synchronously_without_threads(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "c", {"w": np.ones(100)})
     seams.refuse_threads(monkeypatch)
     handle = flaxckpt.load_async(tmp_path / "c")

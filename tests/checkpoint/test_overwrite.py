@@ -64,14 +64,14 @@ def replace_with_a_file(path):
     "write",
     [replace_with_save, replace_in_a_run, replace_by_converting, replace_with_a_file],
 )
-def test_overwriting_takes_an_empty_directory_as_a_new_path(tmp_path, write):
+def test_overwrite_accepts_empty_directory(tmp_path, write):
     (tmp_path / "run" / "3").mkdir(parents=True)
     write(tmp_path / "run" / "3")
     assert flaxckpt.load(tmp_path / "run" / "3")["n"] == 2
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_the_placeholder_of_an_empty_directory_in_a_bucket_is_in_nobodys_way(overwrite):
+def test_ignores_placeholder_of_empty_bucket_directory(overwrite):
     path = faulty_store.new_path(f"placeholder-{overwrite}") / "3"
     path.store.write(path.prefix, b"")
     flaxckpt.save(path, NEW, overwrite=overwrite)
@@ -89,7 +89,7 @@ def test_the_placeholder_of_an_empty_directory_in_a_bucket_is_in_nobodys_way(ove
     "replace", [replace_with_save, replace_in_a_run, replace_by_converting]
 )
 @pytest.mark.parametrize("names", [USERS[:1], USERS[1:2], USERS[2:3], USERS])
-def test_nothing_is_replaced_that_has_files_of_others(tmp_path, replace, names):
+def test_does_not_replace_checkpoint_with_foreign_files(tmp_path, replace, names):
     path = tmp_path / "run" / "3"
     with flaxckpt.Checkpointer(path.parent) as run:
         run.save(3, STATE, metrics={"loss": 1}, dataset=StepIndexed(lambda i: i))
@@ -143,14 +143,14 @@ def test_overwrite_replaces_all_files_of_flaxckpt(tmp_path, state, zarr_version)
         assert run.steps() == [1]
 
 
-def test_compressed_arrays_are_replaced(tmp_path):
+def test_overwrite_replaces_compressed_arrays(tmp_path):
     layout = flaxckpt.ArrayLayout(codec="zstd", chunk_bytes=64)
     for _ in range(2):
         flaxckpt.save(tmp_path / "a", STATE, layout=layout, overwrite=True)
 
 
 @pytest.mark.parametrize("names", [["notes.txt", "PINNED/mine"], ["state/d/a.txt"]])
-def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, names):
+def test_sets_aside_damaged_step_with_foreign_files(tmp_path, caplog, names):
     for number in ("", "2."):
         with flaxckpt.Checkpointer(tmp_path) as run:
             run.save(1, STATE).wait()
@@ -169,7 +169,7 @@ def test_a_damaged_step_with_files_of_others_is_set_aside(tmp_path, caplog, name
         assert flaxckpt.Checkpointer(tmp_path, read_only=True).steps() == []
 
 
-def test_a_training_goes_on_over_a_damaged_step_with_litter(tmp_path):
+def test_training_replaces_damaged_step_with_litter(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, STATE).wait()
         run_files.mark_damaged(tmp_path / "1", "it is bad")
@@ -180,7 +180,7 @@ def test_a_training_goes_on_over_a_damaged_step_with_litter(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["1"]
 
 
-def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
+def test_upload_sets_aside_damaged_step_with_foreign_files(tmp_path):
     directory, staging = tmp_path / "run", tmp_path / "fast"
     with flaxckpt.Checkpointer(directory, staging=staging) as run:
         run.save(1, STATE).wait()
@@ -195,7 +195,7 @@ def test_an_upload_sets_a_damaged_step_with_files_of_others_aside(tmp_path):
         assert (path / "1.damaged" / "notes.txt").read_bytes() == b"mine"
 
 
-def test_overwrite_keeps_files_added_during_the_save(tmp_path, monkeypatch):
+def test_overwrite_keeps_files_added_during_save(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "a", STATE)
     real = seams.current("disk.sync_tree")
 
@@ -210,7 +210,7 @@ def test_overwrite_keeps_files_added_during_the_save(tmp_path, monkeypatch):
     assert flaxckpt.load(tmp_path / "a")["n"] == 1
 
 
-def test_symbolic_links_are_files_of_others(tmp_path):
+def test_treats_symbolic_links_as_foreign_files(tmp_path):
     flaxckpt.save(tmp_path / "a", STATE)
     (tmp_path / "notes").write_text("mine")
     (tmp_path / "a" / "notes").symlink_to(tmp_path / "notes")
@@ -224,7 +224,7 @@ def test_symbolic_links_are_files_of_others(tmp_path):
 
 
 @pytest.mark.parametrize("items", [("state", "config", "ema"), ("a", "b")])
-def test_items_of_orbax_are_replaced_with_their_step(tmp_path, items):
+def test_overwrite_replaces_orbax_items_with_their_step(tmp_path, items):
     with ocp.CheckpointManager(tmp_path, item_names=items) as manager:
         saved = {name: ocp.args.StandardSave({"w": jnp.ones(3)}) for name in items}
         if "config" in saved:
@@ -242,7 +242,7 @@ def test_items_of_orbax_are_replaced_with_their_step(tmp_path, items):
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_flat_checkpoints_of_orbax_are_replaced(tmp_path, ocdbt):
+def test_overwrite_replaces_flat_orbax_checkpoints(tmp_path, ocdbt):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
         args = ocp.args.PyTreeSave({"w": jnp.ones(3), "b": {"c": np.ones(2)}})
         checkpointer.save(tmp_path / "a", args=args)
@@ -250,7 +250,7 @@ def test_flat_checkpoints_of_orbax_are_replaced(tmp_path, ocdbt):
     assert flaxckpt.load(tmp_path / "a")["n"] == 2
 
 
-def test_other_formats_are_no_checkpoints_to_a_save(tmp_path):
+def test_save_does_not_overwrite_other_formats(tmp_path):
     flaxckpt.save(tmp_path / "source", STATE)
     made = tmp_path / "out" / "model.safetensors"
     made.parent.mkdir()
@@ -261,7 +261,7 @@ def test_other_formats_are_no_checkpoints_to_a_save(tmp_path):
     assert made.is_file()
 
 
-def test_files_of_users_in_items_of_orbax_are_not_deleted(tmp_path):
+def test_overwrite_keeps_user_files_in_orbax_items(tmp_path):
     with ocp.CheckpointManager(tmp_path / "m") as manager:
         manager.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
     names = ["default/tokenizer.json", "default/d/notes.txt", "default/vocab/en.txt"]
@@ -284,7 +284,7 @@ def test_files_of_users_in_items_of_orbax_are_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])
-def test_files_of_users_in_flat_checkpoints_are_not_deleted(tmp_path, ocdbt):
+def test_overwrite_keeps_user_files_in_flat_checkpoints(tmp_path, ocdbt):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
         args = ocp.args.PyTreeSave({"w": jnp.ones(3), "b": {"c": np.ones(2)}})
         checkpointer.save(tmp_path / "a", args=args)
@@ -301,7 +301,7 @@ def test_files_of_users_in_flat_checkpoints_are_not_deleted(tmp_path, ocdbt):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_files_of_users_anywhere_in_the_state_are_not_deleted(tmp_path, is_old):
+def test_overwrite_keeps_user_files_anywhere_in_state(tmp_path, is_old):
     names = ["array_metadatas/notes.txt", "d/notes.txt", "ocdbt.process_0/notes.txt"]
     names += ["w/c/notes.txt"]
     flaxckpt.save(tmp_path / "a", STATE)
@@ -335,7 +335,7 @@ class CustomSave(ocp.args.CheckpointArgs):
     item: str = ""
 
 
-def test_items_of_all_handlers_are_replaced_with_their_step(tmp_path):
+def test_overwrite_replaces_items_of_all_handlers(tmp_path):
     items = {
         "state": ocp.args.StandardSave({"w": jnp.ones((2, 3)), "n": 1}),
         "tree": ocp.args.PyTreeSave({"a": {"b/c": np.ones(2)}, "d": jnp.ones(2)}),
@@ -356,7 +356,7 @@ def test_items_of_all_handlers_are_replaced_with_their_step(tmp_path):
 
 
 @pytest.mark.parametrize("names", ["a", "a/b", "c.d", "array_metadatas", "d"])
-def test_arrays_of_orbax_with_directories_of_their_own_are_replaced(tmp_path, names):
+def test_overwrite_replaces_orbax_arrays_in_own_directories(tmp_path, names):
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3="." in names)
     state = {names: jnp.ones((2, 3)), "0": jnp.ones(()), "e": {"f": np.ones(2)}}
     with ocp.Checkpointer(handler) as checkpointer:
@@ -376,13 +376,13 @@ CHECKPOINTS = sorted(
 @pytest.mark.parametrize(
     "path", CHECKPOINTS, ids=lambda p: p.relative_to(GOLDEN).as_posix()
 )
-def test_every_checkpoint_of_orbax_and_ours_is_replaced(tmp_path, path):
+def test_overwrite_replaces_every_orbax_and_own_checkpoint(tmp_path, path):
     shutil.copytree(path, tmp_path / "a")
     flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
     assert flaxckpt.load(tmp_path / "a")["n"] == 2
 
 
-def test_litter_and_empty_directories_go_with_a_checkpoint(tmp_path):
+def test_overwrite_removes_litter_and_empty_directories(tmp_path):
     names = (".DS_Store", "Thumbs.db", "state/._w", "state/w/.DS_Store")
     flaxckpt.save(tmp_path / "a", STATE)
     add_files(tmp_path / "a", names)
@@ -402,7 +402,7 @@ def test_litter_and_empty_directories_go_with_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("format_name", [None, "orbax", "safetensors", "msgpack"])
 @pytest.mark.parametrize("suffix", ["npz", "json", "PT"])
-def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, format_name):
+def test_convert_does_not_replace_file_of_another_format(tmp_path, suffix, format_name):
     flaxckpt.save(tmp_path / "source", STATE)
     data = tmp_path / f"data.{suffix}"
     with data.open("wb") as file:
@@ -418,7 +418,7 @@ def test_no_conversion_replaces_a_file_of_another_format(tmp_path, suffix, forma
     assert not new.exists()
 
 
-def test_a_run_makes_no_directories_that_are_called_like_files(tmp_path):
+def test_run_rejects_directories_named_like_files(tmp_path):
     with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.Checkpointer(tmp_path / "y.json")
     with pytest.raises(errors.OptionError, match="has the name of a file"):
@@ -428,7 +428,7 @@ def test_a_run_makes_no_directories_that_are_called_like_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_before_goes_on_though_it_is_called_like_a_file(tmp_path):
+def test_existing_run_named_like_file_continues(tmp_path):
     flaxckpt.save(tmp_path / "1", STATE)
     (tmp_path / "y.json").mkdir()
     (tmp_path / "1").rename(tmp_path / "y.json" / "1.zip")
@@ -441,7 +441,7 @@ def test_a_run_of_before_goes_on_though_it_is_called_like_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["memory", "moto"])
-def test_nothing_is_replaced_in_a_store_that_has_objects_of_others(store_path, kind):
+def test_does_not_replace_store_step_with_foreign_objects(store_path, kind):
     root = store_path(kind)
     with flaxckpt.Checkpointer(root) as run:
         run.save(1, STATE, metrics={"loss": 1}).wait()
@@ -461,7 +461,7 @@ def test_nothing_is_replaced_in_a_store_that_has_objects_of_others(store_path, k
         assert run.restore()["n"] == 2
 
 
-def test_an_upload_replaces_nothing_that_has_files_of_others(tmp_path):
+def test_staged_save_rejects_step_with_foreign_files(tmp_path):
     directory, staging = tmp_path / "run", tmp_path / "fast"
     with flaxckpt.Checkpointer(directory, staging=staging) as run:
         run.save(1, STATE).wait()
@@ -476,7 +476,7 @@ def test_an_upload_replaces_nothing_that_has_files_of_others(tmp_path):
     assert flaxckpt.load(directory)["n"] == 2
 
 
-def test_an_upload_goes_on_when_files_of_others_are_moved(tmp_path):
+def test_upload_continues_after_foreign_files_are_moved(tmp_path):
     directory, staging = tmp_path / "run", tmp_path / "fast"
     run = flaxckpt.Checkpointer(directory, staging=staging)
     run.save(1, STATE).wait()
@@ -496,7 +496,7 @@ def test_an_upload_goes_on_when_files_of_others_are_moved(tmp_path):
     assert (directory / "1" / "PINNED").is_file()
 
 
-def test_an_upload_after_an_outage_names_the_files_of_others(tmp_path):
+def test_upload_after_outage_names_foreign_files(tmp_path):
     directory, staging = tmp_path / "run", tmp_path / "fast"
     with flaxckpt.Checkpointer(directory, staging=staging) as run:
         run.save(1, STATE).wait()
@@ -517,7 +517,7 @@ def test_an_upload_after_an_outage_names_the_files_of_others(tmp_path):
     assert flaxckpt.load(directory)["n"] == 2
 
 
-def test_an_empty_directory_of_a_user_is_not_replaced(tmp_path):
+def test_overwrite_keeps_empty_directory_of_user(tmp_path):
     flaxckpt.save(tmp_path / "a", STATE)
     (tmp_path / "a" / "tokenizer").mkdir()
     with pytest.raises(errors.CheckpointExistsError) as info:

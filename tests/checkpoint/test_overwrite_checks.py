@@ -78,7 +78,7 @@ def foreign(directory, **options):
         (["a/b", "c/d", "metrics/metrics", "state/_METADATA"], None, ["a", "c"]),
     ],
 )
-def test_the_files_of_a_step_with_a_manifest(tmp_path, names, handlers, not_ours):
+def test_finds_foreign_files_in_step_with_manifest(tmp_path, names, handlers, not_ours):
     step = make(tmp_path / "3", "flaxckpt.json", *names, handlers=handlers)
     assert sorted(foreign(step)) == sorted(not_ours)
 
@@ -94,12 +94,12 @@ def test_the_files_of_a_step_with_a_manifest(tmp_path, names, handlers, not_ours
         ("state/DS_Store", False),
     ],
 )
-def test_recognises_disposable_files_of_any_checkpoint(tmp_path, name, is_disposable):
+def test_recognizes_disposable_files_of_any_checkpoint(tmp_path, name, is_disposable):
     step = make(tmp_path / "3", "flaxckpt.json", "state/_METADATA", name)
     assert foreign(step) == ([] if is_disposable else [name])
 
 
-def test_links_are_files_of_others(tmp_path):
+def test_recognizes_links_as_foreign_files(tmp_path):
     step = make(tmp_path / "3", "flaxckpt.json", "state/w/zarr.json")
     (step / "state" / "w" / "c.0").symlink_to(tmp_path / "elsewhere")
     assert foreign(step) == ["state/w/c.0"]
@@ -117,7 +117,7 @@ def test_links_are_files_of_others(tmp_path):
         ("model/", OWN, True),
     ],
 )
-def test_empty_directories(tmp_path, name, handlers, is_foreign):
+def test_recognizes_foreign_empty_directories(tmp_path, name, handlers, is_foreign):
     step = make(tmp_path / "3", "flaxckpt.json", name, handlers=handlers)
     assert foreign(step) == ([name] if is_foreign else [])
 
@@ -168,12 +168,12 @@ def test_empty_directories(tmp_path, name, handlers, is_foreign):
         (["config/metadata"], {"model": STANDARD}, ["config"]),
     ],
 )
-def test_the_files_of_a_step_of_orbax(tmp_path, names, handlers, not_ours):
+def test_finds_foreign_files_in_orbax_step(tmp_path, names, handlers, not_ours):
     step = make(tmp_path / "3", *names, handlers=handlers)
     assert sorted(foreign(step)) == sorted(not_ours)
 
 
-def test_a_damaged_step_of_orbax_may_have_lost_metadata_of_arrays(tmp_path):
+def test_damaged_orbax_step_may_lack_array_metadata(tmp_path):
     names = ("model/_METADATA", "model/w/c.0")
     step = make(tmp_path / "3", *names, handlers={"model": STANDARD})
     assert foreign(step) == ["model/w"]
@@ -181,7 +181,7 @@ def test_a_damaged_step_of_orbax_may_have_lost_metadata_of_arrays(tmp_path):
     assert foreign(step) == []
 
 
-def test_a_step_of_orbax_with_several_json_items_may_be_replaced(tmp_path):
+def test_orbax_step_with_several_json_items_is_replaceable(tmp_path):
     texts = ("a/data.json", "b/data.json")
     step = make(tmp_path / "3", *texts, handlers={"a": JSON, "b": JSON})
     assert foreign(step) == []
@@ -202,7 +202,9 @@ INDEX = "model.safetensors.index.json"
         (["a.safetensors", "b.safetensors"], "ab", []),
     ],
 )
-def test_a_directory_of_safetensors(tmp_path, names, shards, not_ours):
+def test_finds_foreign_files_in_safetensors_directory(
+    tmp_path, names, shards, not_ours
+):
     path = make(tmp_path / "model", *names)
     if shards:
         where = {name: f"{name}.safetensors" for name in shards}
@@ -223,13 +225,13 @@ def test_a_directory_of_safetensors(tmp_path, names, shards, not_ours):
         ["a.safetensors.index.json", "b.safetensors.index.json"],
     ],
 )
-def test_refuses_to_replace_other_directories(tmp_path, names):
+def test_rejects_other_directories(tmp_path, names):
     path = make(tmp_path / "model", "other/x", *names)
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         overwrite.check_replaceable(path, of_any_format=True)
 
 
-def test_a_step_of_t5x_is_replaced_by_a_conversion(tmp_path):
+def test_conversion_can_replace_t5x_step(tmp_path):
     step = next(GOLDEN.glob("t5x-3/**/checkpoint")).parent
     shutil.copytree(step, tmp_path / "step")
     assert foreign(tmp_path / "step", of_any_format=True) == []
@@ -240,7 +242,7 @@ def test_a_step_of_t5x_is_replaced_by_a_conversion(tmp_path):
         overwrite.check_replaceable(tmp_path / "step")
 
 
-def test_a_file_of_a_known_format_is_replaced_by_a_conversion(tmp_path):
+def test_conversion_can_replace_file_of_known_format(tmp_path):
     path = tmp_path / "model.safetensors"
     shutil.copyfile(GOLDEN / "safetensors" / "silero_vad_16k.safetensors", path)
     overwrite.check_replaceable(path, of_any_format=True)
@@ -254,7 +256,7 @@ def test_a_file_of_a_known_format_is_replaced_by_a_conversion(tmp_path):
 # ---- free paths -------------------------------------------------------------------
 
 
-def test_a_save_needs_a_free_path_or_leave_to_overwrite(tmp_path):
+def test_save_requires_free_path_or_overwrite(tmp_path):
     overwrite.check_free(tmp_path / "missing", overwrite=False)
     overwrite.check_free(make(tmp_path, "empty/") / "empty", overwrite=False)
     step = make(tmp_path / "3", "flaxckpt.json")
@@ -268,7 +270,7 @@ def test_a_save_needs_a_free_path_or_leave_to_overwrite(tmp_path):
         overwrite.check_free(tmp_path / "link", overwrite=True)
 
 
-def test_a_step_that_is_deleted_meanwhile_leaves_its_path_free(tmp_path, monkeypatch):
+def test_step_deleted_meanwhile_frees_its_path(tmp_path, monkeypatch):
     step = make(tmp_path / "3", "flaxckpt.json")
 
     def delete_first(path):
@@ -279,7 +281,7 @@ def test_a_step_that_is_deleted_meanwhile_leaves_its_path_free(tmp_path, monkeyp
     overwrite.check_free(step, overwrite=False)
 
 
-def test_a_conversion_needs_a_free_path_or_leave_to_overwrite(tmp_path):
+def test_conversion_requires_free_path_or_overwrite(tmp_path):
     overwrite.check_target_free(tmp_path / "missing" / "a", overwrite=False)
     overwrite.check_target_free(make(tmp_path, "empty/") / "empty", overwrite=False)
     model = make(tmp_path / "model", ONE, "config.json")
@@ -317,14 +319,14 @@ def test_a_conversion_needs_a_free_path_or_leave_to_overwrite(tmp_path):
         ),
     ],
 )
-def test_names_of_files(name, maker, told):
+def test_rejects_directory_names_of_files(name, maker, told):
     with pytest.raises(errors.OptionError) as info:
         overwrite.check_name(PurePath(name), maker)
     assert told in str(info.value)
     overwrite.check_name(PurePath("a.b"), maker)
 
 
-def test_a_damaged_step_gets_the_next_free_name(tmp_path):
+def test_set_aside_uses_next_free_name(tmp_path):
     for expected in ("3.damaged", "3.2.damaged", "3.3.damaged"):
         step = make(tmp_path / "3", "flaxckpt.json", "mine")
         overwrite.set_aside(step)

@@ -33,7 +33,7 @@ def actions(plan):
     return {path: leaf.actions for path, leaf in plan.leaves.items()}
 
 
-def test_a_perfect_fit_is_all_loaded(path):
+def test_perfect_fit_loads_all_leaves(path):
     plan = flaxckpt.plan(path, state())
     assert set(actions(plan).values()) == {("loaded",)}
     assert plan.bytes_to_read == flaxckpt.metadata(path).total_bytes
@@ -42,7 +42,7 @@ def test_a_perfect_fit_is_all_loaded(path):
     assert len(str(plan).splitlines()) == 1
 
 
-def test_every_action_is_named(path):
+def test_names_every_action(path):
     wanted = {
         "params": {
             "w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16),
@@ -66,14 +66,14 @@ def test_every_action_is_named(path):
     assert info.value.mismatches == plan.problems
 
 
-def test_leaves_found_by_their_role_are_matched(path):
+def test_matches_leaves_by_role(path):
     plan = flaxckpt.plan(path, state(optax.chain(optax.clip(1.0), optax.adam(1e-3))))
     leaf = plan.leaves["opt_state/1/0/mu/w"]
     assert leaf.actions == ("loaded", "matched")
     assert leaf.sources == ("opt_state/0/mu/w",)
 
 
-def test_plan_reshards_leaves_and_counts_the_bytes_read_here(path):
+def test_reports_resharding_and_local_bytes(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("x"))
     wanted = {
@@ -91,7 +91,7 @@ def test_plan_reshards_leaves_and_counts_the_bytes_read_here(path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_planning_reads_no_array(path, is_old):
+def test_plan_reads_no_arrays(path, is_old):
     if is_old:
         old_stores.make_directories(path)
     files = [*(path / "state").glob("*/c*" if is_old else "d/0*")]
@@ -103,7 +103,7 @@ def test_planning_reads_no_array(path, is_old):
         flaxckpt.load(path, state())
 
 
-def test_printed_plan_lists_leaves_that_are_cast_or_initialized(path):
+def test_printed_plan_lists_cast_and_initialized_leaves(path):
     wanted = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)}, "head": 1}
     plan = flaxckpt.plan(path, wanted, missing="init")
     for text in (str(plan), rich_text(plan)):
@@ -121,14 +121,14 @@ def rich_text(plan):
     return captured.get()
 
 
-def test_a_plan_of_many_leaves_stays_short(tmp_path):
+def test_plan_of_many_leaves_stays_short(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": 1})
     plan = flaxckpt.plan(tmp_path / "c", {f"w{i}": jnp.ones(2) for i in range(1000)})
     assert len(plan.problems) == 1000
     assert len(str(plan).splitlines()) < 70
 
 
-def test_one_leaf_is_opened_without_reading_the_others(path):
+def test_opens_one_leaf_without_reading_others(path):
     store = flaxckpt.open_leaf(path, "params/w")
     assert store.shape == (8, 4)
     np.testing.assert_array_equal(store[2:4].read().result(), np.ones((2, 4)))
@@ -141,7 +141,7 @@ def test_one_leaf_is_opened_without_reading_the_others(path):
 
 
 @pytest.mark.parametrize("make", [dict, flax.core.FrozenDict])
-def test_a_plan_ends_with_the_advice_of_the_error(tmp_path, make):
+def test_plan_ends_with_advice_of_error(tmp_path, make):
     layer = {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}
     flaxckpt.save(tmp_path / "c", state(**{"dense": layer}))
     wanted = make({"params": {"layer": layer}})
@@ -157,7 +157,7 @@ def test_a_plan_ends_with_the_advice_of_the_error(tmp_path, make):
     assert fits.advice == ""
 
 
-def test_a_plan_names_leaves_that_the_state_lacks(path):
+def test_plan_names_leaves_missing_from_state(path):
     wanted = {"params": {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}}
     plan = flaxckpt.plan(path, wanted, unused="error")
     lines = str(plan).splitlines()

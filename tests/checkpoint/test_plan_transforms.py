@@ -52,7 +52,7 @@ def chains(plan):
 
 
 @pytest.mark.parametrize("kind", [as_train_state, as_frozen_dict, as_nnx_state])
-def test_chains_are_in_order_and_moments_have_those_of_their_parameters(kind, tmp_path):
+def test_moments_share_ordered_chains_of_their_parameters(kind, tmp_path):
     flaxckpt.save(tmp_path / "c", kind(LAYERS))
     names = rename(r"params/(h\d+)/w", r"params/\1/kernel")
     turned = transpose(r"params/h\d+/kernel", axes=(1, 0))
@@ -67,7 +67,7 @@ def test_chains_are_in_order_and_moments_have_those_of_their_parameters(kind, tm
     assert set(found.values()) == {"rename > transpose > stack"}
 
 
-def test_a_forgotten_transpose_shows(tmp_path):
+def test_plan_reveals_forgotten_transpose(tmp_path):
     flaxckpt.save(tmp_path / "c", {"params": LAYERS})
     changes = [
         transpose(r"params/h[12]/w", axes=(1, 0)),  # h0 is forgotten
@@ -82,7 +82,7 @@ def test_a_forgotten_transpose_shows(tmp_path):
     assert "'(none | transpose)', 'stack'" in repr(plan)
 
 
-def test_leaves_that_cannot_be_restored_have_their_chains(tmp_path):
+def test_unrestorable_leaves_have_chains(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": np.zeros((2, 3)), "b": np.zeros(3)})
     changes = [rename("(.*)", r"params/\1")]
     wanted = {"params": {"a": np.zeros((3, 2))}}
@@ -94,7 +94,7 @@ def test_leaves_that_cannot_be_restored_have_their_chains(tmp_path):
         flaxckpt.load(tmp_path / "c", wanted, transforms=changes)
 
 
-def test_a_chain_names_only_the_transforms_that_changed_the_leaf(tmp_path):
+def test_chain_names_only_transforms_changing_leaf(tmp_path):
     def double(table):
         return map_leaf("x", lambda value: 2 * value)(table)
 
@@ -106,7 +106,7 @@ def test_a_chain_names_only_the_transforms_that_changed_the_leaf(tmp_path):
     assert chains(plan) == {"x": "cast > double", "y": "cast > copy"}
 
 
-def test_chains_are_in_the_json_and_absent_without_transforms(tmp_path):
+def test_json_contains_chains_only_with_transforms(tmp_path):
     tree = {"x": np.ones(2, np.float32)}
     flaxckpt.save(tmp_path / "c", tree)
     flaxckpt.save(tmp_path / "d", {"y": np.ones(2, np.float32)})

@@ -37,7 +37,7 @@ def path(tmp_path):
 # ---- where -----------------------------------------------------------------------
 
 
-def test_relative_paths_and_urls_work(tmp_path, monkeypatch):
+def test_loads_relative_paths_and_urls(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flaxckpt.save("runs/a", {"x": 1})
     assert flaxckpt.load("runs/a") == {"x": 1}
@@ -45,7 +45,7 @@ def test_relative_paths_and_urls_work(tmp_path, monkeypatch):
     assert flaxckpt.load(f"file://{tmp_path}/runs/a") == {"x": 1}
 
 
-def test_a_run_directory_means_its_newest_step_or_the_one_asked_for(tmp_path):
+def test_run_directory_loads_newest_or_requested_step(tmp_path):
     for name in ("0", "9", "10"):
         flaxckpt.save(tmp_path / name, {"x": int(name)})
     assert flaxckpt.load(tmp_path) == {"x": 10}
@@ -55,30 +55,30 @@ def test_a_run_directory_means_its_newest_step_or_the_one_asked_for(tmp_path):
         flaxckpt.load(tmp_path, step=3)
 
 
-def test_a_run_directory_with_only_step_0_is_not_empty(tmp_path):
+def test_run_directory_with_only_step_0_is_not_empty(tmp_path):
     flaxckpt.save(tmp_path / "0", {"x": 0})
     assert flaxckpt.load(tmp_path) == {"x": 0}
 
 
 @pytest.mark.parametrize("name", ["step_5", "00000005", "checkpoint-5"])
-def test_a_run_directory_may_call_its_steps_anything(tmp_path, name):
+def test_loads_step_by_number_under_common_names(tmp_path, name):
     flaxckpt.save(tmp_path / name, {"x": 5})
     assert flaxckpt.load(tmp_path, step=5) == {"x": 5}
 
 
-def test_a_missing_path_is_not_found(tmp_path):
+def test_missing_path_raises_not_found_error(tmp_path):
     with pytest.raises(errors.CheckpointNotFoundError, match="does not exist") as info:
         flaxckpt.load(tmp_path / "nowhere", STATE)
     assert isinstance(info.value, FileNotFoundError)
 
 
-def test_an_empty_directory_is_no_checkpoint(tmp_path):
+def test_empty_directory_raises_not_found_error(tmp_path):
     with pytest.raises(errors.CheckpointNotFoundError, match="an empty directory"):
         flaxckpt.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_foreign_files_are_no_checkpoint(tmp_path, kind):
+def test_foreign_files_raise_format_error(tmp_path, kind):
     path = tmp_path / "x"
     if kind == "directory":
         path.mkdir()
@@ -93,7 +93,7 @@ def test_foreign_files_are_no_checkpoint(tmp_path, kind):
 # ---- what ------------------------------------------------------------------------
 
 
-def test_less_may_be_asked_for(path, caplog):
+def test_loads_subset_of_leaves(path, caplog):
     found = flaxckpt.load(path, {"params": {"dense": {"bias": jnp.ones(2)}}})
     strategies.assert_same({"params": {"dense": {"bias": jnp.zeros(2)}}}, found)
     assert "params/dense/kernel" in caplog.text
@@ -106,7 +106,7 @@ def test_less_may_be_asked_for(path, caplog):
     flaxckpt.load(path, {"step": 0}, unused="ignore")
 
 
-def test_error_names_wanted_and_found_of_each_misfit(path):
+def test_error_names_wanted_and_found_of_each_mismatch(path):
     wanted = {
         "params": {
             "dense": {"kernel": jnp.ones((4, 3)), "bais": jnp.zeros(2)},
@@ -134,7 +134,7 @@ def test_error_names_wanted_and_found_of_each_misfit(path):
     assert str(path) in text
 
 
-def test_errors_stay_short_however_many_leaves_are_at_fault(tmp_path):
+def test_errors_stay_short_for_many_leaves(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": 1})
     with pytest.raises(errors.RestoreMismatchError) as info:
         flaxckpt.load(tmp_path / "c", {f"w{i}": jnp.ones(3) for i in range(500)})
@@ -142,7 +142,7 @@ def test_errors_stay_short_however_many_leaves_are_at_fault(tmp_path):
     assert len(str(info.value).splitlines()) < 15
 
 
-def test_error_says_where_to_nest_the_state(tmp_path):
+def test_error_suggests_where_to_nest_state(tmp_path):
     params = {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
     moments = ({"mu": params, "nu": params},)
     flaxckpt.save(tmp_path / "keys", {"opt_state": moments, "params": params})
@@ -185,9 +185,7 @@ def layers(count=10):
         (lambda p: {"x": [p, 2], "y": p}, lambda p: {"z": {"params": p}, "y": p}),
     ],
 )
-def test_one_missing_prefix_is_one_line_with_the_rename_to_paste(
-    tmp_path, stored, wanted
-):
+def test_error_suggests_one_rename_for_missing_prefix(tmp_path, stored, wanted):
     flaxckpt.save(tmp_path / "c", stored(layers()))
     empty = jax.tree.map(jnp.zeros_like, layers())
     with pytest.raises(errors.RestoreMismatchError) as caught:
@@ -206,7 +204,7 @@ def test_one_missing_prefix_is_one_line_with_the_rename_to_paste(
             np.testing.assert_array_equal(a, b)
 
 
-def test_error_suggests_a_rename_beside_other_misfits(tmp_path):
+def test_error_suggests_rename_beside_other_mismatches(tmp_path):
     flaxckpt.save(tmp_path / "c", {"model": {"params": layers()}, "step": 3})
     wanted = {"params": layers(), "extra": jnp.ones(3), "step": 0}
     with pytest.raises(errors.RestoreMismatchError) as caught:
@@ -218,7 +216,7 @@ def test_error_suggests_a_rename_beside_other_misfits(tmp_path):
     assert 'missing="init"' in text
 
 
-def test_error_suggests_a_rename_for_a_single_leaf(tmp_path):
+def test_error_suggests_rename_for_single_leaf(tmp_path):
     flaxckpt.save(tmp_path / "c", {"model": {"w": jnp.ones(3)}, "other": jnp.ones(2)})
     with pytest.raises(errors.RestoreMismatchError) as caught:
         flaxckpt.load(tmp_path / "c", {"w": jnp.zeros(3)})
@@ -229,7 +227,7 @@ def test_error_suggests_a_rename_for_a_single_leaf(tmp_path):
     assert "rename(" not in str(caught.value)
 
 
-def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
+def test_error_suggests_no_rename_for_other_shapes_or_models(tmp_path):
     params = {"decoder": layers(2), "wide": {"layer_0": {"kernel": jnp.ones((9, 9))}}}
     flaxckpt.save(tmp_path / "c", params)
     for lacking in (
@@ -244,7 +242,7 @@ def test_leaves_of_other_shapes_or_other_models_are_no_moved_ones(tmp_path):
 # ---- boxes ------------------------------------------------------------------------
 
 
-def test_a_leaf_does_not_take_the_value_of_a_dict(tmp_path):
+def test_does_not_load_dict_value_into_leaf(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": {"value": jnp.ones(3)}, "v": jnp.ones(3)})
     wanted = {"w": jnp.zeros(3), "v": jnp.zeros(3)}
     with pytest.raises(errors.RestoreMismatchError, match=r"w: wanted .*w/value"):
@@ -262,7 +260,7 @@ def orbax_saved(path, state):
         writer.save(path, state)
 
 
-def test_boxes_of_other_formats_and_of_conversions_are_opened(tmp_path):
+def test_unboxes_values_of_other_formats_and_conversions(tmp_path):
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     kernel = model.kernel.get_value()
     boxed = {"kernel": {"value": kernel}, "bias": {"value": jnp.ones(2)}}
@@ -275,14 +273,14 @@ def test_boxes_of_other_formats_and_of_conversions_are_opened(tmp_path):
     np.testing.assert_array_equal(found.kernel.get_value(), kernel)
 
 
-def test_a_dict_with_more_than_a_value_is_no_box(tmp_path):
+def test_does_not_unbox_dict_with_several_entries(tmp_path):
     for name, more in (("leaf", jnp.ones(2)), ("container", {"deep": jnp.ones(2)})):
         orbax_saved(tmp_path / name, {"w": {"value": jnp.ones(3), "more": more}})
         with pytest.raises(errors.RestoreMismatchError):
             flaxckpt.load(tmp_path / name, {"w": jnp.zeros(3)})
 
 
-def test_missing_leaves_may_keep_their_values(path):
+def test_missing_leaves_can_keep_their_values(path):
     wanted = {**STATE, "head": jnp.full(3, 9.0), "label": "new"}
     with pytest.raises(errors.RestoreMismatchError, match="head"):
         flaxckpt.load(path, wanted)
@@ -294,12 +292,12 @@ def test_missing_leaves_may_keep_their_values(path):
 
 
 @pytest.mark.parametrize("option", [{"missing": "skip"}, {"unused": "maybe"}])
-def test_options_that_make_no_sense_are_refused(path, option):
+def test_rejects_invalid_options(path, option):
     with pytest.raises(errors.OptionError, match=next(iter(option))):
         flaxckpt.load(path, STATE, **option)
 
 
-def test_floats_take_the_wanted_type_and_ints_only_grow(tmp_path):
+def test_casts_floats_but_only_widens_ints(tmp_path):
     saved = {"f": jnp.arange(4.0) / 3, "i": np.arange(3, dtype=np.int16)}
     flaxckpt.save(tmp_path / "c", saved)
     wanted = {"f": jnp.zeros(4, jnp.bfloat16), "i": np.zeros(3, np.int32)}
@@ -311,7 +309,7 @@ def test_floats_take_the_wanted_type_and_ints_only_grow(tmp_path):
         flaxckpt.load(tmp_path / "c", {"i": np.zeros(3, np.int8)})
 
 
-def test_a_python_number_fits_any_array_of_its_kind_that_holds_it(tmp_path):
+def test_loads_python_number_into_any_fitting_array(tmp_path):
     flaxckpt.save(tmp_path / "c", {"step": 300, "rate": 0.5})
     wanted = {"step": jnp.int32(0), "rate": jnp.float32(0)}
     strategies.assert_same(
@@ -324,13 +322,13 @@ def test_a_python_number_fits_any_array_of_its_kind_that_holds_it(tmp_path):
         flaxckpt.load(tmp_path / "c", {"step": np.zeros((), np.uint8)})
 
 
-def test_an_array_comes_back_as_the_python_number_that_is_asked_for(tmp_path):
+def test_loads_array_as_requested_python_number(tmp_path):
     flaxckpt.save(tmp_path / "c", {"step": jnp.int32(300), "rate": jnp.float32(0.5)})
     found = flaxckpt.load(tmp_path / "c", {"step": 0, "rate": 0.0})
     strategies.assert_same({"step": 300, "rate": 0.5}, found)
 
 
-def test_a_state_from_eval_shape_restores_the_step_that_is_a_python_int(tmp_path):
+def test_eval_shape_template_restores_python_int_step(tmp_path):
     def create():
         return train_state.TrainState.create(
             apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(1e-3)
@@ -343,7 +341,7 @@ def test_a_state_from_eval_shape_restores_the_step_that_is_a_python_int(tmp_path
     assert int(found.step) == 0
 
 
-def test_a_key_of_another_implementation_does_not_fit(tmp_path):
+def test_rejects_key_of_another_implementation(tmp_path):
     flaxckpt.save(tmp_path / "c", {"key": jax.random.key(0)})
     with pytest.raises(errors.RestoreMismatchError, match=r"rbg.*threefry2x32"):
         flaxckpt.load(tmp_path / "c", {"key": jax.random.key(0, impl="rbg")})
@@ -353,7 +351,7 @@ def test_a_key_of_another_implementation_does_not_fit(tmp_path):
     )
 
 
-def test_64_bit_arrays_are_not_cut_in_silence(tmp_path):
+def test_does_not_silently_truncate_64_bit_arrays(tmp_path):
     with jax.enable_x64(True):
         flaxckpt.save(tmp_path / "c", {"n": jnp.arange(3), "w": jnp.ones(2)})
         strategies.assert_same_bits(jnp.arange(3), flaxckpt.load(tmp_path / "c")["n"])
@@ -363,7 +361,7 @@ def test_64_bit_arrays_are_not_cut_in_silence(tmp_path):
     np.testing.assert_array_equal(found["n"], np.arange(3))
 
 
-def test_a_sharding_that_does_not_divide_is_a_mismatch(path):
+def test_indivisible_sharding_raises_mismatch_error(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     wanted = jax.ShapeDtypeStruct(
         (4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x"))
@@ -392,7 +390,7 @@ def _template(mesh, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_template_without_devices_takes_those_of_the_current_mesh(tmp_path, kind):
+def test_template_without_devices_uses_current_mesh(tmp_path, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
     state = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(3)}
     flaxckpt.save(tmp_path / "run" / "1", state)
@@ -415,7 +413,7 @@ def test_a_template_without_devices_takes_those_of_the_current_mesh(tmp_path, ki
             assert restored["w"].sharding.mesh == mesh
 
 
-def test_arrays_without_sharding_are_placed_alike_on_a_thread(path):
+def test_places_unsharded_arrays_alike_on_thread(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         here = flaxckpt.load(path)["params"]["dense"]["kernel"]
@@ -424,7 +422,7 @@ def test_arrays_without_sharding_are_placed_alike_on_a_thread(path):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_nnx_templates_of_the_current_mesh_restore(tmp_path, kind):
+def test_restores_nnx_templates_of_current_mesh(tmp_path, kind):
     class Model(nnx.Module):
         def __init__(self):
             init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "x"))
@@ -449,7 +447,7 @@ def test_nnx_templates_of_the_current_mesh_restore(tmp_path, kind):
     assert fresh.layer.kernel[...].sharding.mesh == mesh
 
 
-def test_computed_leaves_do_not_depend_on_the_axes_of_the_current_mesh(path):
+def test_computed_leaves_ignore_axes_of_current_mesh(path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     split = NamedSharding(mesh.abstract_mesh, P(None, "x"))
 
@@ -473,7 +471,7 @@ def test_computed_leaves_do_not_depend_on_the_axes_of_the_current_mesh(path):
     np.testing.assert_array_equal(by_transpose["w"], np.ones((2, 4)))
 
 
-def test_error_says_how_to_give_an_abstract_mesh_devices(path):
+def test_error_explains_how_to_give_abstract_mesh_devices(path):
     mesh = AbstractMesh((4,), ("x",))
     split = NamedSharding(mesh, P("x"))
     kernel = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=split)
@@ -497,7 +495,7 @@ def test_error_says_how_to_give_an_abstract_mesh_devices(path):
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_keys_and_their_data_restore_into_each_other(tmp_path, impl, shape):
+def test_keys_and_key_data_restore_into_each_other(tmp_path, impl, shape):
     key = jax.random.key(5, impl=impl)
     keys = jax.random.split(key, shape) if shape else key
     data = jax.random.key_data(keys)
@@ -512,7 +510,7 @@ def test_keys_and_their_data_restore_into_each_other(tmp_path, impl, shape):
         strategies.assert_same_bits(data, jax.random.key_data(found))
 
 
-def test_keys_of_another_kind_are_a_mismatch_that_names_the_way_out(tmp_path):
+def test_error_for_mismatched_keys_suggests_fix(tmp_path):
     flaxckpt.save(tmp_path / "rbg", {"rng": jax.random.key(0, impl="rbg")})
     with pytest.raises(errors.RestoreMismatchError, match=r"jax.random.key\(0, .*rbg"):
         flaxckpt.load(tmp_path / "rbg", {"rng": jax.random.key(0)})
@@ -521,7 +519,7 @@ def test_keys_of_another_kind_are_a_mismatch_that_names_the_way_out(tmp_path):
             flaxckpt.load(tmp_path / "rbg", {"rng": other})
 
 
-def test_one_line_is_logged_per_save_and_restore(tmp_path, caplog):
+def test_logs_one_line_per_save_and_restore(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="flaxckpt"):
         flaxckpt.save(tmp_path / "c", STATE)
         flaxckpt.load(tmp_path / "c")
@@ -576,7 +574,7 @@ def array_files(path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_flipped_bit_in_an_array_is_found(tmp_path, is_old):
+def test_detects_flipped_bit_in_array(tmp_path, is_old):
     # Incompressible, so that every byte of the file matters.
     state = {"w": np.random.default_rng(0).bytes(4096)}
     state["w"] = np.frombuffer(state["w"], np.uint8)
@@ -597,7 +595,7 @@ def test_a_flipped_bit_in_an_array_is_found(tmp_path, is_old):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_missing_and_truncated_chunks_are_named(tmp_path, is_old):
+def test_error_names_missing_and_truncated_chunks(tmp_path, is_old):
     state = {name: np.ones((512, 512)) for name in ("gone", "short", "fine")}
     path = tmp_path / "c"
     flaxckpt.save(path, state)
@@ -618,7 +616,7 @@ def test_missing_and_truncated_chunks_are_named(tmp_path, is_old):
     )
 
 
-def test_missing_metadata_is_found(path):
+def test_detects_missing_metadata(path):
     (path / "_CHECKPOINT_METADATA").unlink()
     with pytest.raises(errors.DamagedCheckpointError, match="is missing"):
         flaxckpt.load(path)
@@ -629,7 +627,7 @@ def test_missing_metadata_is_found(path):
     ["flaxckpt.json", "_CHECKPOINT_METADATA", "state/_strings.json"],
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
-def test_changed_metadata_is_found(path, name, damage):
+def test_detects_changed_metadata(path, name, damage):
     file = path / name
     content = bytearray(file.read_bytes())
     if damage == "flip":
@@ -666,14 +664,14 @@ def manifest_of(leaf):
         b'{"version": 1, "structure": "a", "leaves": [], "digests": {}, "ocdbt": 0}',
     ],
 )
-def test_a_manifest_that_is_none_is_damage(path, manifest):
+def test_rejects_invalid_manifest(path, manifest):
     (path / "commit_success.txt").unlink()
     (path / "flaxckpt.json").write_bytes(manifest)
     with pytest.raises((errors.DamagedCheckpointError, errors.CheckpointFormatError)):
         flaxckpt.load(path)
 
 
-def test_a_manifest_of_a_later_version_says_so(path):
+def test_error_names_version_of_newer_manifest(path):
     manifest = json.loads((path / "flaxckpt.json").read_text())
     (path / "commit_success.txt").unlink()
     (path / "flaxckpt.json").write_text(json.dumps({**manifest, "version": 99}))
@@ -681,7 +679,7 @@ def test_a_manifest_of_a_later_version_says_so(path):
         flaxckpt.load(path)
 
 
-def test_an_array_of_another_shape_than_recorded_is_damage(tmp_path):
+def test_detects_array_shape_differing_from_record(tmp_path):
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones((4, 4))})
     old_stores.make_directories(path)
@@ -691,7 +689,7 @@ def test_an_array_of_another_shape_than_recorded_is_damage(tmp_path):
         flaxckpt.load(path)
 
 
-def test_nothing_is_returned_or_changed_when_a_restore_fails(path):
+def test_failed_restore_leaves_template_unchanged(path):
     template = {"params": {"dense": {"kernel": jnp.full((4, 2), 5.0)}}, "new": 1}
     before = jax.tree.map(np.array, template)
     with pytest.raises(errors.RestoreMismatchError):
@@ -700,7 +698,7 @@ def test_nothing_is_returned_or_changed_when_a_restore_fails(path):
 
 
 @pytest.mark.parametrize("memory_map", [True, False])
-def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
+def test_does_not_mix_checkpoint_replaced_during_load(
     tmp_path, monkeypatch, memory_map
 ):
     """Half of it would be of one save, half of the other, each with good checksums."""
@@ -721,7 +719,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_not_mixed(
     strategies.assert_same(flaxckpt.load(path)["w"], np.zeros(4))
 
 
-def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
+def test_reports_checkpoint_deleted_during_load(tmp_path, monkeypatch):
     path = tmp_path / "c"
     flaxckpt.save(path, {"w": np.ones(4)})
     real = seams.current("arrays.begin_read")
@@ -739,7 +737,7 @@ def test_a_checkpoint_deleted_while_it_is_read_says_so(tmp_path, monkeypatch):
     ("found", "wanted"),
     [("int4", "int8"), ("uint4", "uint8"), ("int2", "int4"), ("uint2", "uint16")],
 )
-def test_small_integers_are_widened_and_never_narrowed(tmp_path, found, wanted):
+def test_widens_small_integers_but_never_narrows(tmp_path, found, wanted):
     limits = ml_dtypes.iinfo(found)
     low, high = limits.min, limits.max
     values = np.array([low, high, 0, 1], np.dtype(found))

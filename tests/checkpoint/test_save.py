@@ -34,7 +34,7 @@ from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(strategies.trees)
-def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree):
+def test_any_tree_round_trips_without_template(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("tree") / "c"
     try:
         flaxckpt.save(path, tree)
@@ -43,7 +43,7 @@ def test_any_tree_comes_back_without_a_template(tmp_path_factory, tree):
     strategies.assert_same(tree, flaxckpt.load(path))
 
 
-def test_every_stored_dtype_comes_back(tmp_path):
+def test_every_stored_dtype_round_trips(tmp_path):
     names = dtypes.ALL
     tree = {n: np.array([[0, 1], [1, 0]], np.dtype(n)) for n in names}
     tree["on jax"] = {
@@ -78,7 +78,7 @@ LEAVES = {
 }
 
 
-def test_every_kind_of_leaf_comes_back(tmp_path):
+def test_every_kind_of_leaf_round_trips(tmp_path):
     flaxckpt.save(tmp_path / "c", LEAVES)
     found = flaxckpt.load(tmp_path / "c")
     again = flaxckpt.load(tmp_path / "c", LEAVES)
@@ -127,14 +127,14 @@ def linen_state():
     ],
     ids=["array", "variable", "empty names and containers", "empty classes"],
 )
-def test_bare_leaves_and_empty_containers_come_back(tmp_path, state):
+def test_bare_leaves_and_empty_containers_round_trip(tmp_path, state):
     flaxckpt.save(tmp_path / "c", state)
     for found in (flaxckpt.load(tmp_path / "c"), flaxckpt.load(tmp_path / "c", state)):
         assert jax.tree.structure(found) == jax.tree.structure(state)
         strategies.assert_same_state(state, found)
 
 
-def test_modules_without_variables_come_back(tmp_path):
+def test_modules_without_variables_round_trip(tmp_path):
     model, _ = nnx_state()
     state = {"a": model, "b": model, "nothing": nnx.List([])}
     flaxckpt.save(tmp_path / "c", state)
@@ -143,14 +143,14 @@ def test_modules_without_variables_come_back(tmp_path):
     assert len(found["nothing"]) == 0
 
 
-def test_a_directory_around_a_checkpoint_is_not_overwritten(tmp_path):
+def test_does_not_overwrite_directory_around_checkpoint(tmp_path):
     flaxckpt.save(tmp_path / "around" / "c", {"a": 1})
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         flaxckpt.save(tmp_path / "around", {"a": 2}, overwrite=True)
     assert flaxckpt.load(tmp_path / "around" / "c") == {"a": 1}
 
 
-def test_a_train_state_subclass_comes_back_in_its_own_class(tmp_path):
+def test_train_state_subclass_keeps_its_class(tmp_path):
     state = linen_state()
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", state)
@@ -164,7 +164,7 @@ def test_a_train_state_subclass_comes_back_in_its_own_class(tmp_path):
     assert found.step.weak_type
 
 
-def test_field_classes_of_flax_and_optax_come_back_without_a_template(tmp_path, caplog):
+def test_flax_and_optax_field_classes_need_no_template(tmp_path, caplog):
     state = linen_state()
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c")
@@ -176,7 +176,7 @@ def test_field_classes_of_flax_and_optax_come_back_without_a_template(tmp_path, 
     assert type(found["params"]["Dense_0"]["kernel"]) is linen.Partitioned
 
 
-def test_the_callers_own_classes_come_back_if_they_are_named(tmp_path, caplog):
+def test_restores_user_classes_listed_in_types(tmp_path, caplog):
     state = linen_state()
     flaxckpt.save(tmp_path / "c", {"state": state, "pair": Pair(1, 2)})
     found = flaxckpt.load(tmp_path / "c", types=[State, Pair])
@@ -203,7 +203,7 @@ def test_dataclass_fields_keep_lists_and_tuples(tmp_path):
     assert found.sizes == (5, (6, 7))
 
 
-def test_a_class_whose_fields_have_changed_becomes_a_dict(tmp_path, caplog):
+def test_class_with_changed_fields_becomes_dict(tmp_path, caplog):
     class Changed(typing.NamedTuple):
         uno: int
 
@@ -288,7 +288,7 @@ jax.tree_util.register_pytree_node(
 REGISTERED = [ByIndex, ByName, FieldsByIndex, OwnInit, ByFunctions]
 
 
-def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, caplog):
+def test_rebuilds_registered_classes_as_jax_does(tmp_path, caplog):
     named = object.__new__(ByName)
     named.weights, named.name = {"w": jnp.ones(2)}, "n"
     state = {
@@ -308,9 +308,7 @@ def test_registered_classes_are_rebuilt_as_jax_rebuilds_them(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_auxiliary_data_that_json_cannot_hold_make_a_dict_with_a_warning(
-    tmp_path, caplog
-):
+def test_unserializable_aux_data_becomes_dict_with_warning(tmp_path, caplog):
     cycle = []
     cycle.append(cycle)
     for name, aux in (
@@ -348,7 +346,7 @@ class OwnInitActivated:
 jax.tree_util.register_dataclass(OwnInitActivated, ["w"], ["act"])
 
 
-def test_a_default_in_place_of_a_value_that_was_not_saved_is_named(tmp_path, caplog):
+def test_warns_about_default_used_for_unsaved_value(tmp_path, caplog):
     own = object.__new__(OwnInitActivated)
     object.__setattr__(own, "w", jnp.ones(2))
     object.__setattr__(own, "act", jnp.tanh)
@@ -381,7 +379,7 @@ class OwnTrainState(train_state.TrainState):
     pass
 
 
-def test_a_value_without_a_default_that_was_not_saved_is_named(tmp_path, caplog):
+def test_warns_about_unsaved_value_without_default(tmp_path, caplog):
     tx, params = optax.sgd(0.1), {"w": jnp.ones(2)}
     own = OwnTrainState.create(apply_fn=jnp.tanh, params=params, tx=tx)
     state = {"own": own, "act": WithoutDefault(jnp.ones(2), jnp.tanh)}
@@ -392,7 +390,7 @@ def test_a_value_without_a_default_that_was_not_saved_is_named(tmp_path, caplog)
     assert told.startswith("WithoutDefault.act is not in the checkpoint")
 
 
-def test_a_run_is_not_overwritten_by_a_checkpoint(tmp_path):
+def test_checkpoint_does_not_overwrite_run(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": jnp.ones(2)})
     told = "is a run with steps, so it is not overwritten: save a step of it"
@@ -468,7 +466,7 @@ def draw(generator):
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_the_advice_for_a_random_generator_works(tmp_path, kind):
+def test_advice_for_random_generator_works(tmp_path, kind):
     make, restore = GENERATORS[kind]
     generator = make(3)
     draw(generator)
@@ -498,7 +496,7 @@ def test_the_advice_for_a_random_generator_works(tmp_path, kind):
         assert draw(restore(other, part["rng"]) or other) == wanted
 
 
-def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):
+def test_rejects_template_with_function(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": jnp.ones(2)})
     template = {"w": jnp.ones(2), "act": len}
     told = r"1 leaf cannot be restored into(?s:.*)act: found .*len(?s:.*)eqx\.filter"
@@ -521,7 +519,7 @@ def test_a_template_with_a_function_cannot_be_restored_into(tmp_path):
         (2**127, 2**127),
     ],
 )
-def test_metadata_take_scalars_of_numpy_and_jax(tmp_path, value, plain):
+def test_metadata_accepts_numpy_and_jax_scalars(tmp_path, value, plain):
     given = {"a": value, "b": {"c": [value]}}
     flaxckpt.save(tmp_path / "c", {"w": 1}, metadata=given, json={"config": given})
     metadata = flaxckpt.metadata(tmp_path / "c")
@@ -530,7 +528,7 @@ def test_metadata_take_scalars_of_numpy_and_jax(tmp_path, value, plain):
         assert type(found["a"]) is type(plain)
 
 
-def test_the_state_of_a_numpy_generator_goes_where_the_error_says(tmp_path):
+def test_error_suggests_place_for_numpy_generator_state(tmp_path):
     rng = np.random.default_rng(3)
     state = {"w": jnp.ones(2), "rng": rng}
     with pytest.raises(errors.UnsupportedLeafError, match=r"bit_generator\.state in m"):
@@ -586,7 +584,7 @@ def test_restored_nnx_objects_are_new_and_share_variables(tmp_path):
     )
 
 
-def test_an_nnx_state_comes_back_without_a_template(tmp_path):
+def test_nnx_state_round_trips_without_template(tmp_path):
     model, _ = nnx_state()
     state = nnx.state(model)
     flaxckpt.save(tmp_path / "c", state)
@@ -596,7 +594,7 @@ def test_an_nnx_state_comes_back_without_a_template(tmp_path):
     assert type(found["norm"]["mean"]) is nnx.BatchStat
 
 
-def test_module_state_and_pure_dict_have_the_same_leaf_paths(tmp_path):
+def test_module_state_and_pure_dict_share_leaf_paths(tmp_path):
     model, _ = nnx_state()
     forms = (model, nnx.state(model), nnx.to_pure_dict(nnx.state(model)))
     paths = []
@@ -611,7 +609,7 @@ def test_module_state_and_pure_dict_have_the_same_leaf_paths(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P("x", "y"), P(None, ("x", "y"))])
-def test_shards_come_back_onto_any_mesh(tmp_path, spec):
+def test_shards_restore_onto_any_mesh(tmp_path, spec):
     mesh = jax.make_mesh(
         (2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
     )
@@ -634,7 +632,7 @@ def test_shards_come_back_onto_any_mesh(tmp_path, spec):
         np.testing.assert_array_equal(found, array)
 
 
-def test_chunks_follow_the_shards_and_the_byte_bound(tmp_path):
+def test_chunks_follow_shards_and_byte_limit(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     array = jax.device_put(jnp.ones((16, 1024)), NamedSharding(mesh, P("x")))
     small = flaxckpt.ArrayLayout(chunk_bytes=4096)
@@ -647,7 +645,7 @@ def test_chunks_follow_the_shards_and_the_byte_bound(tmp_path):
     np.testing.assert_array_equal(flaxckpt.load(tmp_path / "small")["w"], array)
 
 
-def test_an_uncommitted_array_stays_free_to_move(tmp_path):
+def test_uncommitted_array_stays_uncommitted(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": jnp.ones(3)})
     assert not flaxckpt.load(tmp_path / "c")["a"].committed
     assert not flaxckpt.load(tmp_path / "c", {"a": jnp.zeros(3)})["a"].committed
@@ -662,7 +660,7 @@ def donating_step(state):
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_donated_arrays_are_saved_as_they_were(tmp_path, devices):
+def test_saves_donated_arrays_as_of_call(tmp_path, devices):
     mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
     sharding = NamedSharding(mesh, P("x"))
     state = {
@@ -679,14 +677,14 @@ def test_donated_arrays_are_saved_as_they_were(tmp_path, devices):
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_donation_works_again_once_the_save_is_done(tmp_path):
+def test_donation_works_again_after_save(tmp_path):
     state = {"w": jnp.ones((64, 64))}
     flaxckpt.save_async(tmp_path / "c", state).wait()
     donating_step(state)
     assert state["w"].is_deleted()
 
 
-def test_numpy_leaves_changed_in_place_are_saved_as_they_were(tmp_path):
+def test_saves_mutated_numpy_leaves_as_of_call(tmp_path):
     array = np.zeros((512, 512))
     handle = flaxckpt.save_async(tmp_path / "c", {"a": array, "view": array[::2].T})
     array += 1
@@ -696,7 +694,7 @@ def test_numpy_leaves_changed_in_place_are_saved_as_they_were(tmp_path):
     assert not found["view"].any()
 
 
-def test_nnx_objects_trained_meanwhile_are_saved_as_they_were(tmp_path):
+def test_saves_trained_nnx_objects_as_of_call(tmp_path):
     model, optimizer = nnx_state()
 
     @nnx.jit
@@ -723,7 +721,7 @@ def test_nnx_objects_trained_meanwhile_are_saved_as_they_were(tmp_path):
         strategies.assert_same_state(wanted[i], values(model, optimizer))
 
 
-def test_a_deleted_array_is_an_error_at_the_call(tmp_path):
+def test_deleted_array_raises_error_immediately(tmp_path):
     state = {"w": jnp.ones(3), "v": jnp.ones(3)}
     state["w"].delete()
     with pytest.raises(errors.UnsupportedLeafError, match="w: found an array that was"):
@@ -733,7 +731,7 @@ def test_a_deleted_array_is_an_error_at_the_call(tmp_path):
 # ---- bad states ------------------------------------------------------------------
 
 
-def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
+def test_error_names_all_unsupported_leaves(tmp_path):
     state = {
         "f": sum,
         "o": np.array([object()]),
@@ -750,13 +748,13 @@ def test_leaves_that_cannot_be_saved_are_all_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_abstract_leaves_have_nothing_to_save(tmp_path):
+def test_rejects_abstract_leaves(tmp_path):
     state = jax.eval_shape(lambda: {"a": jnp.ones(3)})
     with pytest.raises(errors.UnsupportedLeafError, match="a: found an abstract leaf"):
         flaxckpt.save(tmp_path / "c", state)
 
 
-def test_traced_values_cannot_be_saved(tmp_path):
+def test_rejects_traced_values(tmp_path):
     @jax.jit
     def train(x):
         flaxckpt.save(tmp_path / "c", {"x": x})
@@ -778,7 +776,7 @@ class Named:
 
 
 @pytest.mark.parametrize("text", [LONE, EMOJI, "a\0b", LONE * 2, "\ude00\ud83d"])
-def test_texts_come_back_exactly(tmp_path, text):
+def test_texts_round_trip_exactly(tmp_path, text):
     state = Named({"text": text, "list": [text], "w": jnp.ones(2)}, text)
     flaxckpt.save(tmp_path / "c", state, metadata={text: [text]})
     for found in (
@@ -801,7 +799,7 @@ def test_texts_come_back_exactly(tmp_path, text):
         ({"a": linen.Partitioned(jnp.ones(2), names=(PAIR,))}, "a"),
     ],
 )
-def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
+def test_rejects_texts_with_surrogates(tmp_path, state, path):
     with pytest.raises(errors.UnsupportedLeafError, match="surrogates") as info:
         flaxckpt.save(tmp_path / "c", state)
     assert list(info.value.leaves) == [path]
@@ -810,7 +808,7 @@ def test_texts_that_would_not_come_back_are_refused(tmp_path, state, path):
 
 
 @pytest.mark.parametrize("text", [LONE, PAIR, "\udc80"])
-def test_keys_that_are_no_unicode_are_refused(tmp_path, text):
+def test_rejects_non_unicode_keys(tmp_path, text):
     for value in (jnp.ones(2), "text", 1, {}):
         with pytest.raises(errors.LeafNameError, match="not valid Unicode"):
             flaxckpt.save(tmp_path / "c", {"a": {text: value}})
@@ -849,7 +847,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_numpy_values_that_would_not_come_back_are_refused(tmp_path, name):
+def test_rejects_numpy_values_without_exact_round_trip(tmp_path, name):
     value = REFUSED[name]
     for state in ({"a": {"b": value}, "c": 1}, FrozenDict(a=[value], c=1)):
         with pytest.raises(errors.UnsupportedLeafError) as info:
@@ -862,7 +860,7 @@ def test_numpy_values_that_would_not_come_back_are_refused(tmp_path, name):
     assert not (tmp_path / "c").exists()
 
 
-def test_the_advice_on_a_masked_array_works(tmp_path):
+def test_advice_for_masked_array_works(tmp_path):
     array = np.ma.masked_array([1, 2, 3], [0, 1, 0])
     with pytest.raises(errors.UnsupportedLeafError, match="getmaskarray"):
         flaxckpt.save(tmp_path / "c", {"x": array})
@@ -871,7 +869,7 @@ def test_the_advice_on_a_masked_array_works(tmp_path):
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
 
 
-def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
+def test_saves_memory_map_as_plain_array(tmp_path):
     array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(3,))
     array[:] = 1, 2, 3
     flaxckpt.save(tmp_path / "c", {"x": array})
@@ -888,7 +886,7 @@ def test_a_memory_map_is_saved_as_the_array_that_it_is(tmp_path):
         {"nul\0": 1},
     ],
 )
-def test_names_that_collide_or_cannot_be_stored_are_refused(tmp_path, state):
+def test_rejects_colliding_and_unstorable_names(tmp_path, state):
     with pytest.raises(errors.LeafNameError) as info:
         flaxckpt.save(tmp_path / "c", state)
     assert len(info.value.names) == 1
@@ -896,7 +894,7 @@ def test_names_that_collide_or_cannot_be_stored_are_refused(tmp_path, state):
 
 
 @pytest.mark.parametrize("size", [2, 2**18])
-def test_names_that_no_file_may_have_are_stored(tmp_path, size):
+def test_stores_names_invalid_as_file_names(tmp_path, size):
     names = ["a/b", "..", "_METADATA", "x" * 300, "a\\b", "a"]
     state = {name: np.full(size, n, "f4") for n, name in enumerate(names)}
     flaxckpt.save(tmp_path / "c", state)
@@ -905,7 +903,7 @@ def test_names_that_no_file_may_have_are_stored(tmp_path, size):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
+def test_keeps_existing_path_unless_overwriting_checkpoint(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": 1})
     with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
         flaxckpt.save(tmp_path / "c", {"a": 2})
@@ -919,7 +917,7 @@ def test_an_existing_path_is_kept_unless_overwriting_a_checkpoint(tmp_path):
         flaxckpt.save(tmp_path / "d", {"a": 2}, overwrite=True)
 
 
-def test_saves_of_one_path_at_one_time_do_not_mix(tmp_path):
+def test_concurrent_saves_to_one_path_do_not_mix(tmp_path):
     states = [{f"w{i}": np.full((64, 64), v) for i in range(8)} for v in range(6)]
     handles = [flaxckpt.save_async(tmp_path / "c", s, overwrite=True) for s in states]
     for handle in handles:
@@ -942,14 +940,14 @@ def test_metadata_must_be_json(tmp_path):
 @pytest.mark.parametrize(
     "option", [{"chunk_bytes": 0}, {"store": "s3"}, {"codec": "x"}]
 )
-def test_a_layout_that_makes_no_sense_is_refused(option):
+def test_rejects_invalid_layout(option):
     with pytest.raises(errors.OptionError, match=next(iter(option))):
         flaxckpt.ArrayLayout(**option)
 
 
 @pytest.mark.parametrize("codec", ["none", "compact", "zstd"])
 @pytest.mark.parametrize("checksum", [True, False])
-def test_every_codec_keeps_the_values(tmp_path, codec, checksum):
+def test_every_codec_preserves_values(tmp_path, codec, checksum):
     chosen = flaxckpt.ArrayLayout(codec=codec, checksum=checksum)
     state = {"w": np.random.default_rng(0).normal(size=(64, 64)), "b": np.ones(3) > 0}
     flaxckpt.save(tmp_path / "c", state, layout=chosen)
@@ -958,7 +956,7 @@ def test_every_codec_keeps_the_values(tmp_path, codec, checksum):
     assert ("crc32c" in [codec["name"] for codec in codecs]) == checksum
 
 
-def test_an_array_larger_than_the_budget_is_saved_and_restored(tmp_path):
+def test_saves_array_larger_than_memory_budget(tmp_path):
     state = {f"w{i}": np.full((64, 64), i) for i in range(5)}
     with flaxckpt.Checkpointer(tmp_path, max_concurrent_bytes=1000) as ckpt:
         ckpt.save(1, state)
@@ -968,9 +966,7 @@ def test_an_array_larger_than_the_budget_is_saved_and_restored(tmp_path):
 # ---- durable ---------------------------------------------------------------------
 
 
-def test_everything_is_synced_before_the_commit_and_the_parent_after(
-    tmp_path, monkeypatch
-):
+def test_syncs_files_before_commit_and_parent_after(tmp_path, monkeypatch):
     """Holds the order of syncs and renames at the system calls of our process."""
     calls = []
     real_fsync, real_rename = os.fsync, os.rename
@@ -998,7 +994,7 @@ def test_everything_is_synced_before_the_commit_and_the_parent_after(
     assert written | {temporary, str(tmp_path), str(tmp_path / "new")} <= synced
 
 
-def test_failed_save_leaves_no_files_and_names_the_cause(tmp_path, monkeypatch):
+def test_failed_save_leaves_no_files_and_names_cause(tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
@@ -1022,7 +1018,7 @@ def run_script(script, *args):
     )
 
 
-def test_a_script_that_just_ends_finishes_its_save(tmp_path):
+def test_exiting_script_finishes_its_save(tmp_path):
     done = run_script(
         """
         import sys, jax.numpy as jnp, flaxckpt
@@ -1035,7 +1031,7 @@ def test_a_script_that_just_ends_finishes_its_save(tmp_path):
     assert float(flaxckpt.load(tmp_path)["w39"][0, 0]) == 39
 
 
-def test_a_script_that_just_ends_exits_non_zero_if_its_save_fails(tmp_path):
+def test_exiting_script_fails_if_its_save_fails(tmp_path):
     done = run_script(
         """
         import resource, signal, sys, jax.numpy as jnp, flaxckpt
@@ -1052,7 +1048,7 @@ def test_a_script_that_just_ends_exits_non_zero_if_its_save_fails(tmp_path):
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("other", ["c.0", "zarr.json", "c", "b"])
-def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
+def test_array_with_empty_name_stays_separate(tmp_path, codec, other):
     state = {"": np.arange(2048.0), other: np.ones(2048)}
     layout = flaxckpt.ArrayLayout(codec=codec)
     with flaxckpt.Checkpointer(tmp_path / "run", layout=layout) as ckpt:
@@ -1066,7 +1062,7 @@ def test_an_array_without_a_name_does_not_meet_others(tmp_path, codec, other):
 
 
 @pytest.mark.parametrize("name", ["/", "a/", "//", "/a/"])
-def test_names_of_arrays_that_orbax_cannot_read_are_refused(tmp_path, name):
+def test_rejects_array_names_unreadable_by_orbax(tmp_path, name):
     with pytest.raises(errors.LeafNameError, match="ends in '/'"):
         flaxckpt.save(tmp_path / "c", {name: np.ones(2)})
     flaxckpt.save(tmp_path / "c", {name: {"b": np.ones(2)}, "/a": np.ones(2)})
@@ -1074,7 +1070,7 @@ def test_names_of_arrays_that_orbax_cannot_read_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "msgpack", "npz", "pt", "H5", "bin"])
-def test_a_name_that_asks_for_a_file_is_refused(tmp_path, suffix):
+def test_rejects_path_with_file_suffix(tmp_path, suffix):
     path = tmp_path / f"model.{suffix}"
     with pytest.raises(errors.OptionError, match="writes a directory") as info:
         flaxckpt.save(path, {"w": np.ones(3)}, overwrite=True)

@@ -75,13 +75,13 @@ def assert_refused(tmp_path, state, error, *words, **options):
     ],
     ids=["numpy", "64 axes", "jax", "keys"],
 )
-def test_more_axes_than_are_read_are_refused(tmp_path, leaf):
+def test_rejects_too_many_axes(tmp_path, leaf):
     assert_refused(
         tmp_path, {"a": {"b": leaf}}, errors.UnsupportedLeafError, "a/b", "axes", "32"
     )
 
 
-def test_as_many_axes_as_are_read_come_back(tmp_path):
+def test_maximum_number_of_axes_round_trips(tmp_path):
     state = {
         "numpy": np.zeros((1,) * 32),
         "keys": jax.random.split(jax.random.key(0), (1,) * 31),
@@ -90,7 +90,7 @@ def test_as_many_axes_as_are_read_come_back(tmp_path):
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
 
 
-def test_more_chunks_than_are_read_are_refused(tmp_path):
+def test_rejects_too_many_chunks(tmp_path):
     layout = flaxckpt.ArrayLayout(chunk_bytes=1)
     state = {"a": np.zeros(2**20 + 1, np.int8), "b": np.zeros(3, np.int8)}
     assert_refused(
@@ -103,12 +103,12 @@ def test_more_chunks_than_are_read_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("leaf", [1, "text", None, np.ones(2)])
-def test_names_that_no_database_takes_are_refused(tmp_path, leaf):
+def test_rejects_names_too_long_for_databases(tmp_path, leaf):
     state = {"x" * MIB: leaf, "y": 1}
     assert_refused(tmp_path, state, errors.LeafNameError, "xxx", "32768 bytes")
 
 
-def test_the_longest_name_comes_back(tmp_path):
+def test_longest_name_round_trips(tmp_path):
     state = {"x" * 2**15: np.arange(3), "y": 1}
     flaxckpt.save(tmp_path / "c", state)
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
@@ -117,11 +117,11 @@ def test_the_longest_name_comes_back(tmp_path):
 @pytest.mark.parametrize(
     "key", [2**63, -(2**63) - 1, 10**5000], ids=["64 bits", "negative", "huge"]
 )
-def test_int_keys_of_more_than_64_bits_are_refused(tmp_path, key):
+def test_rejects_int_keys_over_64_bits(tmp_path, key):
     assert_refused(tmp_path, {"a": {key: 1}}, errors.LeafNameError, "a: ", "64 bits")
 
 
-def test_arrays_that_a_conversion_would_cut_too_fine_are_refused(tmp_path):
+def test_convert_rejects_too_many_chunks(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": np.zeros(2**20 + 1, np.int8)})
     layout = flaxckpt.ArrayLayout(chunk_bytes=1)
     with pytest.raises(errors.UnsupportedLeafError, match="1048577 chunks"):
@@ -137,7 +137,7 @@ def test_arrays_that_a_conversion_would_cut_too_fine_are_refused(tmp_path):
     ["x" * (64 * MIB), "é" * (12 * MIB), "," * (9 * MIB), "[" * (5 * MIB)],
     ids=["long", "escaped", "commas", "brackets"],
 )
-def test_strings_that_are_more_than_readers_take_are_refused(tmp_path, text):
+def test_rejects_strings_over_read_limit(tmp_path, text):
     state = {"a": 1, "texts": [text, "short"]}
     with pytest.raises(errors.UnsupportedLeafError) as info:
         flaxckpt.save_async(tmp_path / "c", state)
@@ -145,13 +145,13 @@ def test_strings_that_are_more_than_readers_take_are_refused(tmp_path, text):
     assert not list(tmp_path.iterdir())
 
 
-def test_long_strings_within_the_limit_come_back(tmp_path):
+def test_long_strings_within_limit_round_trip(tmp_path):
     state = {"a": "x" * MIB, "b": "é" * MIB}
     flaxckpt.save(tmp_path / "c", state)
     assert flaxckpt.load(tmp_path / "c") == state
 
 
-def test_static_fields_that_are_more_than_readers_take_are_refused(tmp_path):
+def test_rejects_static_fields_over_read_limit(tmp_path):
     with pytest.raises(errors.UnsupportedLeafError) as info:
         flaxckpt.save_async(tmp_path / "c", {"a": Record(1, "x" * (33 * MIB))})
     assert "a: found the static field 'text'" in str(info.value)
@@ -161,13 +161,13 @@ def test_static_fields_that_are_more_than_readers_take_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("field", [nested(5000), 10**5000], ids=["list", "int"])
-def test_static_fields_without_a_form_in_json_do_not_hinder(tmp_path, field):
+def test_accepts_static_fields_without_json_form(tmp_path, field):
     flaxckpt.save(tmp_path / "c", Record(np.ones(2), field))
     found = flaxckpt.load(tmp_path / "c", Record(np.zeros(2), field))
     assert found.text is field
 
 
-def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
+def test_rejects_too_many_leaves_immediately(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "orbax_json.max_bytes", 20_000)
     state = {f"layer {i}": np.zeros(2) for i in range(200)}
     with pytest.raises(errors.SaveFailedError, match=r"flaxckpt\.json.*20000"):
@@ -176,9 +176,7 @@ def test_very_many_leaves_are_refused_at_the_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("leaves", [3, 30])
-def test_a_manifest_that_cannot_be_parsed_is_not_committed(
-    tmp_path, monkeypatch, leaves
-):
+def test_does_not_commit_unparsable_manifest(tmp_path, monkeypatch, leaves):
     seams.replace(monkeypatch, "native_manifest.parsed_leaves", 10)
     row_of = seams.current("native_manifest.leaf_row")
     changed = lambda info: {**row_of(info), "role": "none"}  # noqa: E731
@@ -193,12 +191,12 @@ def test_a_manifest_that_cannot_be_parsed_is_not_committed(
 
 
 @pytest.mark.parametrize("depth", [32, 64, 70, 1000, 100_000])
-def test_states_that_are_nested_too_deep_are_refused(tmp_path, depth):
+def test_rejects_too_deeply_nested_states(tmp_path, depth):
     state = {"a": nested(depth)}
     assert_refused(tmp_path, state, errors.LeafNameError, "a/0/0", "deep")
 
 
-def test_boxes_in_boxes_are_read_or_refused(tmp_path):
+def test_nested_boxes_round_trip_up_to_limit(tmp_path):
     state = {"a": boxed(62)}
     flaxckpt.save(tmp_path / "c", state)
     strategies.assert_same_state(state, flaxckpt.load(tmp_path / "c"))
@@ -237,7 +235,7 @@ def cyclic(kind):
 @pytest.mark.parametrize(
     "kind", ["list", "dict", "both", "FrozenDict", "NamedTuple", "dataclass"]
 )
-def test_a_state_that_contains_itself_is_refused(tmp_path, kind):
+def test_rejects_state_containing_itself(tmp_path, kind):
     assert_refused(
         tmp_path, cyclic(kind), errors.LeafNameError, "a/b/", "contains itself"
     )
@@ -254,14 +252,14 @@ class Cyclic(nnx.Module):
         self.me = self
 
 
-def test_modules_that_hold_themselves_come_back(tmp_path):
+def test_self_referencing_modules_round_trip(tmp_path):
     flaxckpt.save(tmp_path / "c", {"model": Cyclic()})
     found = flaxckpt.load(tmp_path / "c", {"model": Cyclic()})["model"]
     assert found.me is found
 
 
 @pytest.mark.skipif(not hasattr(nnx, "data"), reason="this Flax takes no lists")
-def test_a_list_that_contains_itself_in_a_module_is_refused(tmp_path):
+def test_rejects_self_containing_list_in_module(tmp_path):
     model = Cyclic()
     model.held = nnx.data(cyclic("list"))
     assert_refused(
@@ -297,9 +295,7 @@ def holds_itself():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_metadata_that_would_not_come_back_is_refused(
-    tmp_path, monkeypatch, value, word
-):
+def test_rejects_metadata_without_exact_round_trip(tmp_path, monkeypatch, value, word):
     seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     for where in (tmp_path / "c", "memory://test/limits"):
         with pytest.raises(errors.OptionError) as info:
@@ -316,7 +312,7 @@ def test_metadata_that_would_not_come_back_is_refused(
         flaxckpt.Checkpointer(tmp_path / "run", metadata={"key": value})
 
 
-def test_changes_after_the_call_are_not_saved(tmp_path):
+def test_ignores_changes_after_call(tmp_path):
     inner = {"lr": 0.1}
     metadata, metrics = {"run": inner, "tags": ["a"]}, {"loss": np.ones(())}
     state = {
@@ -358,9 +354,7 @@ def test_changes_after_the_call_are_not_saved(tmp_path):
     ],
     ids=["int", "twice", "cycle", "surrogates", "long"],
 )
-def test_metrics_that_would_not_come_back_are_refused(
-    tmp_path, monkeypatch, metrics, word
-):
+def test_rejects_metrics_without_exact_round_trip(tmp_path, monkeypatch, metrics, word):
     seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         with pytest.raises(errors.OptionError, match=word):
@@ -371,7 +365,7 @@ def test_metrics_that_would_not_come_back_are_refused(
         assert checkpointer.metadata(1).metrics == {"a": 1.0}
 
 
-def test_metrics_that_grow_too_large_are_refused(tmp_path, monkeypatch):
+def test_rejects_metrics_growing_too_large(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "orbax_json.max_bytes", MIB)
     large = {name * (MIB // 3 * 2): 1.0 for name in "xy"}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -414,9 +408,7 @@ class Iterator:
     ],
     ids=["bytes", "values", "depth", "surrogates", "digits"],
 )
-def test_states_of_datasets_that_are_not_read_are_refused(
-    tmp_path, monkeypatch, state, word
-):
+def test_rejects_unreadable_dataset_states(tmp_path, monkeypatch, state, word):
     seams.replace(monkeypatch, "json_codec.max_state_bytes", MIB)
     seams.replace(monkeypatch, "json_limits.max_values", 1000)
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -425,7 +417,7 @@ def test_states_of_datasets_that_are_not_read_are_refused(
         assert checkpointer.steps() == []
 
 
-def test_nested_states_of_datasets_come_back(tmp_path):
+def test_nested_dataset_states_round_trip(tmp_path):
     state = {"parent": nested(60, {1: (2, b"3")})}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"a": 1}, dataset=Iterator(state)).wait()
@@ -435,7 +427,7 @@ def test_nested_states_of_datasets_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.msgpack", "out.safetensors", "out"])
-def test_convert_removes_an_unreadable_result(tmp_path, monkeypatch, name):
+def test_convert_removes_unreadable_result(tmp_path, monkeypatch, name):
     flaxckpt.save(tmp_path / "c", {"a": np.ones(2), "text": "x" * 1000})
 
     def refuse(*_):
@@ -452,7 +444,7 @@ def test_convert_removes_an_unreadable_result(tmp_path, monkeypatch, name):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_headers_of_safetensors_that_are_not_read_are_refused(tmp_path, monkeypatch):
+def test_rejects_oversized_safetensors_headers(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "safetensors.max_header_bytes", MIB)
     flaxckpt.save(tmp_path / "c", {"a": np.ones(2), "text": '"' * (MIB // 2)})
     with pytest.raises(errors.OptionError, match="1048576"):

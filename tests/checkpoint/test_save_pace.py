@@ -50,7 +50,7 @@ def save_in_a_run(directory):
 
 
 @pytest.mark.parametrize("save", [save_alone, save_in_a_run])
-def test_chunks_are_written_at_low_priority_until_someone_waits(tmp_path, gate, save):
+def test_writes_chunks_at_low_priority_until_wait(tmp_path, gate, save):
     before = nice()
     handle = gate.hold(lambda: save(tmp_path))
     assert set(gate.found) == {min(before + 10, 19)}
@@ -62,7 +62,7 @@ def test_chunks_are_written_at_low_priority_until_someone_waits(tmp_path, gate, 
     }
 
 
-def test_a_save_that_nobody_waits_for_ends_by_itself(tmp_path):
+def test_save_finishes_without_wait(tmp_path):
     handle = save_alone(tmp_path)
     while not handle.done():
         threading.Event().wait(0.01)
@@ -70,7 +70,7 @@ def test_a_save_that_nobody_waits_for_ends_by_itself(tmp_path):
     assert flaxckpt.verify(tmp_path / "1").ok
 
 
-def test_a_save_that_blocks_its_caller_has_full_speed(tmp_path, gate):
+def test_blocking_save_runs_at_full_speed(tmp_path, gate):
     params = {"w": np.ones(3, np.float32)}
     state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -79,7 +79,7 @@ def test_a_save_that_blocks_its_caller_has_full_speed(tmp_path, gate):
 
 
 @pytest.mark.slow
-def test_no_thread_of_the_process_keeps_the_low_priority(tmp_path):
+def test_no_thread_keeps_low_priority(tmp_path):
     """Threads of TensorStore would inherit it from the thread that needs them first."""
     code = f"""
 import os, sys

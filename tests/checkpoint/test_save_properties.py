@@ -71,7 +71,7 @@ def _is_weak(leaf):
 @widths
 @few_examples
 @hypothesis.given(st.data())
-def test_an_acknowledged_save_comes_back_equal(tmp_path_factory, x64, data):
+def test_acknowledged_save_round_trips(tmp_path_factory, x64, data):
     with x64_set(x64):
         state = data.draw(strategies.any_states(x64=x64), "state")
         layout = data.draw(strategies.layouts, "layout")
@@ -95,7 +95,7 @@ def test_an_acknowledged_save_comes_back_equal(tmp_path_factory, x64, data):
 @widths
 @few_examples
 @hypothesis.given(st.data())
-def test_an_acknowledged_step_comes_back_equal(tmp_path_factory, x64, data):
+def test_acknowledged_step_round_trips(tmp_path_factory, x64, data):
     with x64_set(x64):
         state = data.draw(strategies.any_states(x64=x64), "state")
         layout = data.draw(strategies.layouts, "layout")
@@ -165,7 +165,7 @@ def test_stock_orbax_reads_acknowledged_saves(tmp_path_factory, state, layout):
 
 @few_examples
 @hypothesis.given(strategies.any_metadata)
-def test_metadata_is_copied_or_refused(metadata):
+def test_accepted_metadata_round_trips(metadata):
     path = "memory://test/metadata"
     try:
         flaxckpt.save(path, {"a": 1}, metadata=metadata, overwrite=True)

@@ -163,7 +163,7 @@ LONG = ("many optimizers, moved", "a restore that lacks everything")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", slow.all_but(WORK, WORK.keys() - LONG))
-def test_twice_the_leaves_are_twice_the_work(name):
+def test_work_grows_linearly_with_leaves(name):
     work = WORK[name]
     work(120), work(240)  # what is made once is made
     assert calls(work, 240) <= 2.2 * calls(work, 120)
@@ -186,7 +186,7 @@ def calls(work, *args):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: {"a": [x]}, lambda x: nnx.Param(x)])
-def test_a_flattened_state_is_freed_without_the_garbage_collector(wrap):
+def test_frees_flattened_state_without_garbage_collection(wrap):
     leaf = jnp.ones(3)
     gone = weakref.ref(leaf)
     state = wrap(leaf)
@@ -222,7 +222,7 @@ def garbage_of(work):
     ("is_old", "memory_map"),
     slow.all_but(itertools.product([False, True], [True, False]), [(False, True)]),
 )
-def test_a_load_is_freed_without_the_garbage_collector(tmp_path, is_old, memory_map):
+def test_load_creates_no_cyclic_garbage(tmp_path, is_old, memory_map):
     """Its plan has the abstract state, and its readings have all values."""
     params = {"w": jnp.ones((64, 512)), "b": jnp.ones(8)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
@@ -243,7 +243,7 @@ def test_a_load_is_freed_without_the_garbage_collector(tmp_path, is_old, memory_
         assert garbage_of(work) == set()
 
 
-def test_the_garbage_collector_goes_on_after_a_pause():
+def test_resumes_garbage_collection_after_pause():
     with util_gc_pause.pause():
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -252,7 +252,7 @@ def test_the_garbage_collector_goes_on_after_a_pause():
     assert gc.isenabled()
 
 
-def test_no_garbage_is_collected_while_something_is_planned(tmp_path):
+def test_pauses_garbage_collection_during_planning(tmp_path):
     mesh = AbstractMesh((2,), ("x",))
     split = NamedSharding(mesh, PartitionSpec("x"))
     leaf = jax.ShapeDtypeStruct((4,), "float32", sharding=split)
@@ -288,7 +288,7 @@ def test_no_garbage_is_collected_while_something_is_planned(tmp_path):
     assert max(found.values()) <= 3, found
 
 
-def test_a_garbage_collector_that_is_off_stays_off():
+def test_disabled_garbage_collector_stays_disabled():
     gc.disable()
     try:
         snapshot({"a": jnp.ones(3)})
@@ -297,7 +297,7 @@ def test_a_garbage_collector_that_is_off_stays_off():
         gc.enable()
 
 
-def test_arrays_of_one_shape_share_their_chunk_shape():
+def test_arrays_of_same_shape_share_chunk_shape():
     state = {i: jax.device_put(jnp.ones((8, 4)), jax.devices()[0]) for i in range(3)}
     infos = snapshot(state).contents.manifest.infos
     assert len({id(info.chunk_shape) for info in infos}) == 1

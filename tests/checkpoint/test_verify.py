@@ -76,7 +76,7 @@ def layout(request):
 # ---- what is found --------------------------------------------------------------
 
 
-def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
+def test_good_checkpoint_has_no_problems(tmp_path, layout):
     run(tmp_path, 1, **layout)
     report = flaxckpt.verify(tmp_path, step=1)
     assert report.ok, str(report)
@@ -94,7 +94,7 @@ def test_a_good_checkpoint_is_good_to_the_last_byte(tmp_path, layout):
 
 
 @pytest.mark.sampled(5)
-def test_every_flipped_byte_is_found(tmp_path, layout):
+def test_detects_every_flipped_byte(tmp_path, layout):
     """The first, the last and some bytes between of each file; a bit of each."""
     run(tmp_path, 1, **layout)
     flips = 0
@@ -113,7 +113,7 @@ def test_every_flipped_byte_is_found(tmp_path, layout):
 
 
 @pytest.mark.sampled(3)
-def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
+def test_detects_every_missing_or_truncated_file(tmp_path, layout):
     run(tmp_path, 1, **layout)
     for file in files(tmp_path / "1"):
         content = file.read_bytes()
@@ -127,7 +127,7 @@ def test_every_file_that_is_missing_or_cut_short_is_found(tmp_path, layout):
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("added", [b" ", b"\n", b"\0", b"x"])
-def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
+def test_detects_every_file_with_extra_bytes(tmp_path, layout, added):
     run(tmp_path, 1, **layout)
     for file in files(tmp_path / "1"):
         content = file.read_bytes()
@@ -137,7 +137,7 @@ def test_every_file_with_a_byte_more_is_found(tmp_path, layout, added):
     assert flaxckpt.verify(tmp_path / "1").ok
 
 
-def test_every_directory_that_is_missing_is_found(tmp_path, layout):
+def test_detects_every_missing_directory(tmp_path, layout):
     run(tmp_path / "run", 1, **layout)
     for directory in [p for p in (tmp_path / "run/1").rglob("*") if p.is_dir()]:
         directory.rename(tmp_path / "aside")
@@ -148,9 +148,7 @@ def test_every_directory_that_is_missing_is_found(tmp_path, layout):
 
 @pytest.mark.parametrize("lost", ["metrics", "metrics/metrics", "metrics/digests"])
 @pytest.mark.parametrize("measured", ["at the save", "later", "both"])
-def test_metrics_that_are_missing_are_found_whenever_they_were_added(
-    tmp_path, measured, lost
-):
+def test_detects_missing_metrics_whenever_added(tmp_path, measured, lost):
     metrics = None if measured == "later" else {"loss": 0.5}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1), metrics=metrics)
@@ -166,7 +164,7 @@ def test_metrics_that_are_missing_are_found_whenever_they_were_added(
     assert ckpt.metrics(1)["accuracy"] == 0.5
 
 
-def test_a_step_under_the_name_of_another_is_not_that_one(tmp_path, caplog):
+def test_rejects_step_renamed_to_another_number(tmp_path, caplog):
     run(tmp_path, 1)
     shutil.copytree(tmp_path / "1", tmp_path / "2")
     ckpt = flaxckpt.Checkpointer(tmp_path)
@@ -191,7 +189,7 @@ def test_copied_step_loads_and_verifies(tmp_path):
         flaxckpt.load(tmp_path / "pretrained")  # of a run, it would be a mix-up
 
 
-def test_a_step_converted_under_another_number_is_one(tmp_path):
+def test_accepts_step_converted_to_another_number(tmp_path):
     run(tmp_path / "run", 5)
     flaxckpt.convert(tmp_path / "run", tmp_path / "new/0")
     ckpt = flaxckpt.Checkpointer(tmp_path / "new")
@@ -199,7 +197,7 @@ def test_a_step_converted_under_another_number_is_one(tmp_path):
     assert ckpt.verify(0).ok
 
 
-def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout):
+def test_reports_extra_files_without_failing(tmp_path, layout):
     run(tmp_path, 1, **layout)
     (tmp_path / "1/notes.txt").write_text("mine")
     (tmp_path / "1/state/.c.0.rsync").write_bytes(b"0")
@@ -211,7 +209,7 @@ def test_files_that_are_no_part_of_it_are_named_and_do_no_harm(tmp_path, layout)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_problems_are_named_by_leaf_and_by_file(tmp_path, is_old):
+def test_reports_problems_by_leaf_and_file(tmp_path, is_old):
     run(tmp_path, 1, is_old=is_old)
     arrays = tmp_path / "1/state"
     flip(arrays, "w/c.0.0", 3)
@@ -240,7 +238,7 @@ def refused(path):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", ["changed", "missing"])
-def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
+def test_reports_unreadable_leaves(tmp_path, layout, damage):
     """As many as a load refuses, whether a file holds one of them or all."""
     saved = {f"l{n}": np.full(2, float(n)) for n in range(20)} | {"name": "text"}
     flaxckpt.save(tmp_path / "c", saved, layout=layout["layout"])
@@ -268,7 +266,7 @@ def test_a_report_says_which_leaves_cannot_be_read(tmp_path, layout, damage):
         assert f"{name} is {state} (l0, l1, l10, …)" in report.summary
 
 
-def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
+def test_damaged_description_makes_all_leaves_unreadable(tmp_path):
     run(tmp_path, 1)
     flip_bit(tmp_path / "1/flaxckpt.json", 100)
     report = flaxckpt.verify(tmp_path, step=1)
@@ -276,7 +274,7 @@ def test_a_report_without_a_description_says_that_no_leaf_can_be_read(tmp_path):
     assert "no leaf can be read" in str(report)
 
 
-def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
+def test_damaged_auxiliary_files_make_no_leaf_unreadable(tmp_path, layout):
     run(tmp_path, 1, **layout)
     flip_bit(tmp_path / "1/state/_sharding", 0)
     flip_bit(tmp_path / "1/dataset/process_0-of-1.json", 3)
@@ -285,7 +283,7 @@ def test_files_beside_the_arrays_cost_no_leaf(tmp_path, layout):
     assert (report.leaves, report.unreadable, report.summary) == (4, {}, "")
 
 
-def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
+def test_load_checks_digests_of_zarr_2_arrays(tmp_path):
     for (name, layout), is_old in itertools.product(LAYOUTS.items(), (False, True)):
         if layout.zarr_version == 3:
             continue
@@ -300,7 +298,7 @@ def test_arrays_of_zarr_2_are_compared_when_they_are_loaded(tmp_path):
             flaxckpt.convert(path, tmp_path / f"{name} {is_old}.msgpack")
 
 
-def test_a_manifest_that_was_deleted_is_missed(tmp_path):
+def test_detects_deleted_manifest(tmp_path):
     run(tmp_path, 1)
     (tmp_path / "1/flaxckpt.json").unlink()
     with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt.json is miss"):
@@ -327,7 +325,7 @@ def test_verify_lists_leaves_without_checksums_as_unchecked(tmp_path, is_old):
     assert "w" not in report.unchecked
 
 
-def test_verify_reports_edited_metrics_and_a_run_drops_them(tmp_path, caplog):
+def test_verify_reports_edited_metrics_and_run_drops_them(tmp_path, caplog):
     ckpt = run(tmp_path, 1)
     ckpt.add_metrics(1, {"accuracy": 0.25})
     assert ckpt.verify(1).ok
@@ -339,7 +337,7 @@ def test_verify_reports_edited_metrics_and_a_run_drops_them(tmp_path, caplog):
     strategies.assert_same(state(1), ckpt.restore())
 
 
-def test_other_formats_are_read_and_decoded(tmp_path):
+def test_reads_and_decodes_other_formats(tmp_path):
     run(tmp_path / "run", 1)
     for name in ("model.safetensors", "model.msgpack"):
         flaxckpt.convert(tmp_path / "run", tmp_path / name)
@@ -352,7 +350,7 @@ def test_other_formats_are_read_and_decoded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flaxckpt.json", "commit_success.txt"])
-def test_the_digests_of_a_manifest_that_differ_are_shown(tmp_path, name):
+def test_shows_differing_manifest_digests(tmp_path, name):
     run(tmp_path, 1)
     file = tmp_path / "1" / name
     content = file.read_text()
@@ -375,7 +373,7 @@ def as_orbax(path):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path, is_old):
+def test_checks_chunk_checksums_of_other_writers(tmp_path, is_old):
     run(tmp_path, 1, is_old=is_old)
     as_orbax(tmp_path / "1")
     report = flaxckpt.verify(tmp_path / "1")
@@ -386,7 +384,7 @@ def test_checksums_of_other_writers_are_compared_where_they_are(tmp_path, is_old
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path, is_old):
+def test_marks_damaged_steps_of_other_writers(tmp_path, is_old):
     ckpt = run(tmp_path, 1, 2, is_old=is_old)
     as_orbax(tmp_path / "2")
     file, offset, _ = chunks.place(tmp_path / "2/state", "table/c.0.0")
@@ -399,7 +397,7 @@ def test_a_damaged_step_of_another_writer_is_marked_too(tmp_path, is_old):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_databases_are_verified_by_their_values(tmp_path, is_old):
+def test_verifies_databases_by_their_values(tmp_path, is_old):
     for codec in ("none", "compact"):
         layout = flaxckpt.ArrayLayout(codec=codec)
         run(tmp_path / codec, 1, layout=layout)
@@ -419,7 +417,7 @@ def test_databases_are_verified_by_their_values(tmp_path, is_old):
 
 
 @pytest.mark.parametrize("codec", ["none", "compact"])
-def test_verify_names_keys_missing_from_an_old_database(tmp_path, codec):
+def test_verify_names_keys_missing_from_old_database(tmp_path, codec):
     layout = flaxckpt.ArrayLayout(codec=codec, chunk_bytes=4096)
     run(tmp_path, 1, layout=layout)
     old_stores.make_databases(tmp_path / "1")
@@ -464,7 +462,7 @@ def test_verify_reports_io_errors_as_unread(tmp_path, monkeypatch, is_old):
     assert "could not be read" in str(report)
 
 
-def test_verifying_needs_something_there(tmp_path):
+def test_missing_checkpoint_raises_not_found_error(tmp_path):
     with pytest.raises(errors.CheckpointNotFoundError):
         flaxckpt.verify(tmp_path / "none")
     with pytest.raises(errors.CheckpointNotFoundError, match="no step 3"):
@@ -474,7 +472,7 @@ def test_verifying_needs_something_there(tmp_path):
 # ---- falling back ---------------------------------------------------------------
 
 
-def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
+def test_retention_does_not_count_damaged_steps(tmp_path):
     ckpt = run(tmp_path, 5, 10, 15, 20)
     flip(tmp_path / "15/state", "w/c.0.0", 3)
     flip(tmp_path / "20/state", "w/c.0.0", 3)
@@ -494,7 +492,7 @@ def test_good_steps_are_not_deleted_in_the_stead_of_damaged_ones(tmp_path):
     assert (tmp_path / "20").is_dir()
 
 
-def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
+def test_run_replaces_marked_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     ckpt.pin(2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
@@ -507,7 +505,7 @@ def test_a_marked_step_is_replaced_when_the_run_gets_there(tmp_path):
 
 
 @pytest.mark.parametrize("on_exists", ["error", "skip", "overwrite"])
-def test_so_is_one_of_which_hardly_anything_is_left(tmp_path, on_exists):
+def test_run_replaces_remains_of_damaged_step(tmp_path, on_exists):
     ckpt = run(tmp_path, 1, 2)
     for name in ("flaxckpt.json", "_CHECKPOINT_METADATA", "state/_METADATA"):
         (tmp_path / "2" / name).unlink()
@@ -517,7 +515,7 @@ def test_so_is_one_of_which_hardly_anything_is_left(tmp_path, on_exists):
     strategies.assert_same(state(2), ckpt.restore(step=2))
 
 
-def test_foreign_directory_named_like_a_step_is_left_alone(tmp_path):
+def test_leaves_foreign_directory_named_like_step_alone(tmp_path):
     ckpt = run(tmp_path, 1)
     (tmp_path / "2024").mkdir()
     (tmp_path / "2024/notes.txt").write_text("mine")
@@ -528,7 +526,7 @@ def test_foreign_directory_named_like_a_step_is_left_alone(tmp_path):
     assert (tmp_path / "2024/notes.txt").read_text() == "mine"
 
 
-def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
+def test_explicit_restore_tries_marked_step_and_unmarks_if_good(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     file = tmp_path / "2/state/d/0.small.0"
     good = file.read_bytes()
@@ -544,7 +542,7 @@ def test_exactly_the_marked_step_is_tried_and_unmarked_if_it_is_good(tmp_path):
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
 
 
-def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
+def test_delete_removes_marked_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
@@ -553,7 +551,7 @@ def test_a_marked_step_is_deleted_when_that_is_asked_for(tmp_path):
     assert not (tmp_path / "2").exists()
 
 
-def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
+def test_marks_nothing_without_good_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"{step}/state", "w/c.0.0", 3)
@@ -563,7 +561,7 @@ def test_nothing_is_marked_while_there_is_no_good_step(tmp_path):
     assert (ckpt.steps(), ckpt.damaged()) == ([1, 2], {})
 
 
-def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
+def test_run_with_only_damaged_steps_does_not_restart(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
     ckpt.restore()
@@ -573,7 +571,7 @@ def test_a_run_with_damaged_steps_only_does_not_begin_anew(tmp_path):
         on_step.restore_or_init(state(0))
 
 
-def test_a_reader_marks_nothing(tmp_path):
+def test_reader_marks_nothing(tmp_path):
     run(tmp_path, 1, 2).close()
     flip(tmp_path / "2/state", "w/c.0.0", 3)
     reader = flaxckpt.Checkpointer(tmp_path, read_only=True)
@@ -581,7 +579,7 @@ def test_a_reader_marks_nothing(tmp_path):
     assert reader.damaged() == {}
 
 
-def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, caplog):
+def test_transient_disk_error_marks_nothing(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
     real = seams.current("files.open_regular_file")
 
@@ -598,7 +596,7 @@ def test_a_disk_that_fails_for_a_moment_proves_nothing(tmp_path, monkeypatch, ca
     strategies.assert_same(state(2), ckpt.restore())
 
 
-def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
+def test_permission_error_marks_nothing(tmp_path, monkeypatch):
     ckpt = run(tmp_path, 1, 2)
     real = os.open
 
@@ -620,7 +618,7 @@ def test_a_file_that_may_not_be_read_proves_nothing(tmp_path, monkeypatch):
     assert ckpt.damaged() == {}
 
 
-def test_restore_warns_if_a_step_cannot_be_marked(tmp_path, monkeypatch, caplog):
+def test_restore_warns_if_marking_fails(tmp_path, monkeypatch, caplog):
     ckpt = run(tmp_path, 1, 2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
 
@@ -632,7 +630,7 @@ def test_restore_warns_if_a_step_cannot_be_marked(tmp_path, monkeypatch, caplog)
     assert "could not be marked: [Errno 30]" in caplog.text
 
 
-def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
+def test_load_and_other_processes_respect_mark(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="flaxckpt")
     ckpt = run(tmp_path, 1, 2)
     flip(tmp_path / "2/state", "w/c.0.0", 3)
@@ -648,7 +646,7 @@ def test_the_mark_counts_for_load_and_for_other_processes(tmp_path, caplog):
     assert seen == [1]
 
 
-def test_a_damaged_dataset_state_is_damage(tmp_path):
+def test_damaged_dataset_state_marks_step(tmp_path):
     ckpt = run(tmp_path, 1, 2)
     flip_bit(tmp_path / "2/dataset/process_0-of-1.json", 3)
     restored, step = ckpt.restore_latest(state(0), dataset=Iterator())
@@ -658,7 +656,7 @@ def test_a_damaged_dataset_state_is_damage(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_duration_leaves_imports_out(tmp_path):
+def test_duration_excludes_imports(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": np.ones((4, 4), np.float32)})
     code = (
         "import sys, flaxckpt\n"

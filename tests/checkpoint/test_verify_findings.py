@@ -57,7 +57,7 @@ def unreadable(monkeypatch, ending):
         ((1, 32), "c.0.1", "[0:1, 16:32] of [1, 32]"),
     ],
 )
-def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place, is_old):
+def test_reports_values_in_damaged_chunk(tmp_path, shape, chunk, place, is_old):
     value = np.arange(np.prod(shape), dtype="f4").reshape(shape)
     path = save(tmp_path / "c", {"w": value}, chunk_bytes=64)
     if is_old:
@@ -68,7 +68,7 @@ def test_the_values_in_a_damaged_chunk_are_named(tmp_path, shape, chunk, place, 
     assert report.places == {"w": f"state/{file} -> w, {place}"}
 
 
-def test_the_values_that_cannot_be_decoded_are_named(tmp_path, monkeypatch):
+def test_reports_undecodable_values(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "verify.piece_bytes", 2**14)
     layout = {"codec": "zstd", "checksum": False, "chunk_bytes": 2**14}
     path = save(tmp_path / "c", {"w": np.zeros((8, 1024))}, **layout)
@@ -76,7 +76,7 @@ def test_the_values_that_cannot_be_decoded_are_named(tmp_path, monkeypatch):
     assert flaxckpt.verify(path).places == {"w": "w, rows 2-3 of 8"}
 
 
-def test_a_whole_leaf_has_no_place_in_it(tmp_path):
+def test_reports_no_rows_for_wholly_damaged_leaf(tmp_path):
     path = save(tmp_path / "c", {"w": np.arange(8.0), "large": np.ones(2**18)})
     for name, file in (("w", "0.small.0"), ("large", "0.0/large")):
         chunks.flip(path / "state", f"{name}/c.0")
@@ -87,7 +87,7 @@ def test_a_whole_leaf_has_no_place_in_it(tmp_path):
     assert flaxckpt.verify(path).places == {"w": "state/w/c.0 -> w"}
 
 
-def test_a_database_names_some_of_its_leaves(tmp_path):
+def test_damaged_database_names_some_of_its_leaves(tmp_path):
     state = {name: np.arange(64.0) for name in "abcde"}
     path = save(tmp_path / "c", state)
     for name, change in (("state/d/tree", -1), ("state/d/0.small.0", 1)):
@@ -116,7 +116,7 @@ def test_a_database_names_some_of_its_leaves(tmp_path):
         ({"codec": "zstd"}, b"1" * 40, "its CRC-32C differs"),
     ],
 )
-def test_chunk_files_of_another_size(tmp_path, layout, content, told):
+def test_detects_wrong_chunk_file_size(tmp_path, layout, content, told):
     value = np.zeros(4096) if "codec" in layout else np.arange(4.0)
     path = save(tmp_path / "c", {"w": value}, **layout)
     old_stores.make_directories(path)
@@ -127,7 +127,7 @@ def test_chunk_files_of_another_size(tmp_path, layout, content, told):
         verify.check(path, None)
 
 
-def test_arrays_without_checksums_are_decoded(tmp_path):
+def test_decodes_arrays_without_checksums(tmp_path):
     layout = {"codec": "zstd", "checksum": False}
     path = save(tmp_path / "c", {"w": np.zeros(4096), "v": np.zeros(4096)}, **layout)
     report = flaxckpt.verify(path)
@@ -141,9 +141,7 @@ def test_arrays_without_checksums_are_decoded(tmp_path):
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("rest", range(6))
-def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(
-    tmp_path, rest, is_old
-):
+def test_checks_every_byte_of_chunk_across_read_parts(tmp_path, rest, is_old):
     """Files are read in parts of 1 MiB; the last one may cut the checksum."""
     value = np.zeros(2**20 - 4 + rest, np.uint8)
     path = save(tmp_path / "c", {"w": value})
@@ -158,7 +156,7 @@ def test_every_byte_of_a_chunk_counts_wherever_a_part_of_the_file_ends(
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("layout", [{}, {"checksum": False}, {"codec": "zstd"}])
-def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, layout, is_old):
+def test_counts_each_byte_once_and_knows_total(tmp_path, layout, is_old):
     value = np.random.default_rng(0).standard_normal(2**15)
     path = save(tmp_path / "c", {"w": value}, **layout)
     if is_old:
@@ -171,7 +169,7 @@ def test_each_byte_is_counted_once_and_the_total_is_known(tmp_path, layout, is_o
     assert report.bytes_checked == counter.done
 
 
-def test_the_bytes_of_another_format_are_counted(tmp_path):
+def test_counts_bytes_of_other_formats(tmp_path):
     save(tmp_path / "c", {"w": np.zeros(2**10, np.float32)})
     flaxckpt.convert(tmp_path / "c", tmp_path / "m.safetensors")
     counter = progress.Counter("verifying")
@@ -180,7 +178,7 @@ def test_the_bytes_of_another_format_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_chunks_in_a_store_are_compared_too(checksum):
+def test_compares_chunks_in_stores(checksum):
     """There, sizes are known only after the read."""
     path = faulty.new_path("verify") / "c"
     save(path, {"w": np.arange(4.0), "v": np.arange(4.0)}, checksum=checksum)
@@ -195,7 +193,7 @@ def test_chunks_in_a_store_are_compared_too(checksum):
         assert problems == dict.fromkeys(damaged, told)
 
 
-def test_an_object_that_is_too_long_is_found():
+def test_detects_overlong_object():
     path = faulty.new_path("verify") / "c"
     save(path, {"w": np.arange(4.0), "v": np.arange(4.0)})
     file = path / "state" / "d" / "0.small.0"
@@ -206,7 +204,7 @@ def test_an_object_that_is_too_long_is_found():
 
 
 @pytest.mark.parametrize("layout", [{}, {"codec": "zstd"}], ids=lambda x: str(x))
-def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
+def test_reads_large_store_objects_in_parts(monkeypatch, layout):
     """Since no more than a part of them has to be in memory."""
     seams.replace(monkeypatch, "bucket.part_bytes", 2**12)
     path = faulty.new_path("verify-parts") / "c"
@@ -231,7 +229,7 @@ def test_large_objects_of_a_store_are_read_in_parts(monkeypatch, layout):
 # ---- faults that are not proved ---------------------------------------------------
 
 
-def test_unreadable_file_is_not_reported_as_damage(tmp_path, monkeypatch):
+def test_unreadable_file_leaves_damage_unproved(tmp_path, monkeypatch):
     layout = {"codec": "zstd", "checksum": False}
     state = {"w": np.zeros(2**17), "v": np.zeros(2**17)}  # in files of their own
     path = save(tmp_path / "c", state, **layout)
@@ -246,9 +244,7 @@ def test_unreadable_file_is_not_reported_as_damage(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_description_that_is_damaged_or_cannot_be_read(
-    tmp_path, monkeypatch, is_lost
-):
+def test_reports_damaged_or_unreadable_description(tmp_path, monkeypatch, is_lost):
     path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
     flip_bit(path / "state/_strings.json")
     if not is_lost:
@@ -264,7 +260,7 @@ def test_a_description_that_is_damaged_or_cannot_be_read(
 
 
 @pytest.mark.parametrize("target", ["../../other", "gone"])
-def test_a_link_to_the_outside_or_to_nothing_does_not_hide_damage(tmp_path, target):
+def test_dangling_or_outside_link_does_not_hide_damage(tmp_path, target):
     path = save(tmp_path / "c", {"w": np.zeros(4), "name": "x"})
     (tmp_path / "other").write_text("mine")
     (path / "state/link").symlink_to(target)
@@ -288,7 +284,7 @@ def before_manifest(monkeypatch, count, act):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch, count):
+def test_unreadable_manifest_is_not_damage(tmp_path, monkeypatch, count):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
 
     def fail(file):
@@ -304,21 +300,19 @@ def test_a_manifest_that_cannot_be_read_is_no_damage(tmp_path, monkeypatch, coun
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
-    tmp_path, monkeypatch, count
-):
+def test_checkpoint_deleted_meanwhile_is_not_damaged(tmp_path, monkeypatch, count):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     before_manifest(monkeypatch, count, lambda file: shutil.rmtree(path))
     assert verify.find_damage(path, None) is None
 
 
-def test_a_step_that_is_gone_is_not_found(tmp_path):
+def test_missing_step_raises_not_found_error(tmp_path):
     with pytest.raises(errors.CheckpointNotFoundError):
         verify.verify_checkpoint(tmp_path / "1", 1)
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_manifest_that_is_lost_meanwhile_is_reported(tmp_path, monkeypatch, count):
+def test_reports_manifest_lost_during_verify(tmp_path, monkeypatch, count):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     before_manifest(monkeypatch, count, lambda file: file.unlink())
     report = verify.verify_checkpoint(path, None)
@@ -351,7 +345,7 @@ def outage(path, ending, count):
     "ending", ["flaxckpt.json", "_strings.json", "d/tree", "0.small.0"]
 )
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_store_that_does_not_answer_for_a_moment_proves_nothing(ending, count):
+def test_transient_store_outage_proves_no_damage(ending, count):
     """Although all can be read afterwards."""
     path = faulty.new_path("verify-outage") / "c"
     save(path, {"w": np.zeros(4), "name": "x"})
@@ -363,7 +357,7 @@ def test_a_store_that_does_not_answer_for_a_moment_proves_nothing(ending, count)
         assert verify.find_damage(path, None) is None
 
 
-def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
+def test_memory_error_is_not_damage(tmp_path, monkeypatch):
     save(tmp_path / "c", {"w": np.zeros(4, np.float32)})
     flaxckpt.convert(tmp_path / "c", tmp_path / "m.safetensors")
 
@@ -376,14 +370,14 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     assert report.unread == {"w": "larger than the memory"}
 
 
-def test_an_empty_directory_of_metrics_lacks_its_file(tmp_path):
+def test_reports_missing_file_in_empty_metrics_directory(tmp_path):
     """Also in a step of which nothing else records that it had metrics."""
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     (path / "metrics").mkdir()
     assert flaxckpt.verify(path).problems == {"metrics/metrics": "metrics is missing"}
 
 
-def test_metrics_of_others_have_no_digest(tmp_path):
+def test_foreign_metrics_count_as_unchecked(tmp_path):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     (path / "metrics").mkdir()
     (path / "metrics/metrics").write_text('{"loss": 1.0}')
@@ -392,7 +386,7 @@ def test_metrics_of_others_have_no_digest(tmp_path):
     assert list(report.unchecked) == ["metrics/metrics"]
 
 
-def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
+def test_damaged_metrics_do_not_make_step_unreadable(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(1, {"w": np.zeros(4)}, metrics={"loss": 1.0})
     flip_bit(tmp_path / "1" / "metrics" / "metrics")
@@ -403,7 +397,7 @@ def test_damaged_metrics_do_not_make_a_step_unreadable(tmp_path):
         verify.check(tmp_path / "1", 1)
 
 
-def test_report_places_every_damaged_leaf(tmp_path):
+def test_report_locates_every_damaged_leaf(tmp_path):
     """Also of a leaf after a file that holds no leaf, and before it."""
     with flaxckpt.Checkpointer(tmp_path) as run:
         data = StepIndexed(lambda i: i)
@@ -420,7 +414,7 @@ def test_report_places_every_damaged_leaf(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "failed"), ValueError("lost")])
-def test_a_path_that_is_no_checkpoint_any_more_is_reported(tmp_path, error):
+def test_reports_lost_checkpoint(tmp_path, error):
     report = verify.report_lost(tmp_path, 3, error)
     faults = report.unread if isinstance(error, OSError) else report.problems
     assert dict(faults) == {".": str(error)}
@@ -441,7 +435,7 @@ def test_finds_damage_in_arrays_without_descriptions(tmp_path, is_old):
     assert "\n" not in why
 
 
-def test_finds_damage_in_remains_of_a_checkpoint(tmp_path):
+def test_finds_damage_in_remains_of_checkpoint(tmp_path):
     path = save(tmp_path / "c", {"w": np.zeros(4)})
     (path / "flaxckpt.json").unlink()
     (path / "state" / "_METADATA").unlink()
@@ -461,7 +455,7 @@ def test_finds_no_damage_in_foreign_directories(tmp_path):
 # ---- databases, and Orbax ---------------------------------------------------------
 
 
-def test_a_database_of_another_step_is_named_in_each_item(tmp_path):
+def test_reports_database_of_another_step_in_each_item(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as run:
         for step, names in ((1, "wv"), (2, "w")):
             arrays = {name: np.arange(4096.0) for name in names}
@@ -485,14 +479,14 @@ def database(request, tmp_path):
     return tmp_path / "c"
 
 
-def test_the_checksums_of_a_database_are_enough(database):
+def test_database_checksums_suffice(database):
     report = flaxckpt.verify(database)
     assert report.ok, str(report)
     assert report.unchecked == {}
 
 
 @pytest.mark.parametrize("where", ["d", "manifest.ocdbt"])
-def test_a_damaged_database_does_not_lack_its_leaves(database, where):
+def test_damaged_database_does_not_report_missing_leaves(database, where):
     file = database / "a" / where
     file = file / "tree" if (file / "tree").exists() else file
     [file] = file.iterdir() if file.is_dir() else [file]
@@ -506,7 +500,7 @@ def test_a_damaged_database_does_not_lack_its_leaves(database, where):
         assert set(report.problems) == {f"{file.relative_to(database)}"}
 
 
-def test_a_missing_file_of_an_old_database_costs_its_leaves(tmp_path):
+def test_missing_file_of_old_database_makes_leaves_unreadable(tmp_path):
     path = save(tmp_path / "c", {name: np.arange(4096.0) for name in "wv"})
     old_stores.make_databases(path)
     database = old_stores.open_database(path / "state")
@@ -520,7 +514,7 @@ def test_a_missing_file_of_an_old_database_costs_its_leaves(tmp_path):
     assert report.places == {name: f"{name} -> w"}
 
 
-def test_a_database_that_cannot_be_read_is_no_damage(database, monkeypatch):
+def test_unreadable_database_is_not_damage(database, monkeypatch):
     unreadable(monkeypatch, "a/manifest.ocdbt")
     report = flaxckpt.verify(database)
     assert report.problems == {}
@@ -528,7 +522,7 @@ def test_a_database_that_cannot_be_read_is_no_damage(database, monkeypatch):
     assert set(report.unreadable) == {"a/w", "a/v"}
 
 
-def test_damaged_items_of_orbax_are_found(tmp_path):
+def test_detects_damaged_orbax_items(tmp_path):
     path = tmp_path / "c"
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler("a", "b")) as checkpointer:
         states = {name: {"w": np.arange(4.0)} for name in "ab"}
@@ -542,7 +536,7 @@ def test_damaged_items_of_orbax_are_found(tmp_path):
     assert set(report.problems) == {"b"}
 
 
-def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
+def test_compares_own_items_in_orbax_step(tmp_path):
     handlers = {"own": CheckpointHandler(), "b": ocp.StandardCheckpointHandler()}
     state, small = {"w": np.arange(2.0**15)}, {"w": np.arange(4.0)}
     with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
@@ -560,7 +554,7 @@ def test_items_of_ours_in_a_step_of_orbax_are_compared(tmp_path):
     assert report.places["own/w"].startswith("own/d/0.small.0")
 
 
-def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypatch):
+def test_stops_at_first_fault_unless_thorough(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "verify.decoded_at_once", 2**15)
     layout = {"codec": "zstd", "checksum": False}
     state = {name: np.zeros(2**12) for name in "rstu"}
@@ -576,7 +570,7 @@ def test_the_first_fault_is_enough_if_nobody_reads_the_others(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_the_first_fault_is_that_of_a_damaged_description(tmp_path, is_old):
+def test_reports_damaged_description_first(tmp_path, is_old):
     layout = {"codec": "zstd", "checksum": False}
     path = save(tmp_path / "c", {name: np.zeros(2**12) for name in "rstu"}, **layout)
     if is_old:

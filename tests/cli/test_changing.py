@@ -22,7 +22,7 @@ def steps(path):
 # ---- explain and prune -----------------------------------------------------------
 
 
-def test_explain_says_why_each_step_stays(here, command):
+def test_explain_reports_why_each_step_stays(here, command):
     lines = command.text("explain", "run", "-k", "best:1:loss:min")
     assert lines[1:] == [
         " 100  nothing: would be deleted",
@@ -46,7 +46,7 @@ def test_explain_says_why_each_step_stays(here, command):
     assert "is a checkpoint" in command.refuses("explain", "w.msgpack")
 
 
-def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command):
+def test_explain_and_ls_use_recorded_policies_of_run(here, command):
     keep = [LatestN(2), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer("own", keep=keep) as run:
         for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.6), (5, 0.7)):
@@ -90,7 +90,7 @@ def test_explain_and_ls_use_the_policies_that_the_run_has_recorded(here, command
     assert command.text("prune", "own")[-1] == "nothing to delete"
 
 
-def test_a_metric_that_only_a_damaged_step_has_is_of_no_step(here, command):
+def test_rejects_metric_of_damaged_step_only(here, command):
     with flaxckpt.Checkpointer("own") as run:
         for step, name in ((1, "loss"), (2, "other"), (3, "other")):
             run.save(step, {"n": step}, metrics={name: 0.5}).wait()
@@ -100,7 +100,7 @@ def test_a_metric_that_only_a_damaged_step_has_is_of_no_step(here, command):
         assert "has a finite metric 'loss'" in refused
 
 
-def test_error_says_that_the_step_was_deleted(here, command):
+def test_error_names_deleted_step(here, command):
     with flaxckpt.Checkpointer("own run", keep=[LatestN(2)]) as run:
         for step in (1, 2, 3):
             run.save(step, {"n": step}).wait()
@@ -114,7 +114,7 @@ def test_error_says_that_the_step_was_deleted(here, command):
     assert command.refuses("show", "own run", "--step", 7).endswith("steps 2, 3\n")
 
 
-def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
+def test_policies_of_unrecorded_run_are_unknown(here, command):
     (here / "run" / "events.jsonl").unlink()
     assert "are unknown: pass --keep" in command.text("explain", "run")[-1]
     assert "has recorded no policies" in command.refuses("prune", "run")
@@ -122,13 +122,13 @@ def test_the_policies_of_a_run_without_a_record_are_unknown(here, command):
     assert why.startswith("kept by the policies of the run, which are unknown")
 
 
-def test_explain_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
+def test_explain_exits_with_1_for_damaged_step(here, command):
     run_files.mark_damaged(here / "run" / "200", "w: its checksum is another")
     found = command.json("explain", "run", code=1)
     assert found["200"] == ["damaged: w: its checksum is another"]
 
 
-def test_prune_wants_policies(here, command):
+def test_prune_requires_policies(here, command):
     told = command.refuses("prune", "run", "--yes")
     assert "--keep latest:3" in told
     assert "--config FILE" in told
@@ -144,7 +144,7 @@ def test_prune_without_yes_deletes_nothing(here, command):
     assert steps("run") == [100, 200, 300]
 
 
-def test_prune_deletes_steps_without_a_reason_to_stay(here, command):
+def test_prune_deletes_steps_without_reason_to_stay(here, command):
     found = command.json("prune", "run", "-k", "best:1:loss:min", "--yes")
     assert (found["dry_run"], found["deleted"]) == (False, [100])
     assert found["bytes"] > 0
@@ -157,7 +157,7 @@ def test_prune_deletes_steps_without_a_reason_to_stay(here, command):
     )
 
 
-def test_prune_keeps_steps_that_nobody_has_measured_if_asked_to(here, command):
+def test_prune_keeps_unmeasured_steps_on_request(here, command):
     with flaxckpt.Checkpointer("run") as run:
         run.save(400, {"n": 1}).wait()
         run.save(500, {"n": 1}, metrics={"loss": 9.0})
@@ -170,7 +170,7 @@ def test_prune_keeps_steps_that_nobody_has_measured_if_asked_to(here, command):
     assert command.text("prune", "run", *keep)[-1] == "nothing to delete"
 
 
-def test_explain_names_the_best_good_step_if_a_better_one_is_damaged(here, command):
+def test_explain_names_best_good_step_beside_damaged_better_one(here, command):
     keep = [LatestN(2), BestN(2, "loss", "min")]
     with flaxckpt.Checkpointer("own", keep=keep) as run:
         for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5)):
@@ -191,9 +191,7 @@ def test_explain_names_the_best_good_step_if_a_better_one_is_damaged(here, comma
     assert f"{clause}; next is" in command.text("explain", "own", 3)[-1]
 
 
-def test_explain_names_the_best_step_that_exists_if_a_deleted_one_was_better(
-    here, command
-):
+def test_explain_names_best_existing_step_after_deletion(here, command):
     """Step 1 was the best; only its number of saves back let it go."""
     with flaxckpt.Checkpointer("own", keep=[LatestN(3)]) as run:
         for step, loss in ((1, 0.1), (2, 0.3), (3, 0.3), (4, 0.5)):
@@ -212,7 +210,7 @@ def test_explain_names_the_best_step_that_exists_if_a_deleted_one_was_better(
     assert f"best loss: 0.5, lowest, at step 4; {lost}; {gone}" in lines
 
 
-def test_explain_says_that_the_newer_of_equal_steps_is_kept(here, command):
+def test_explain_names_newer_of_equal_steps_as_kept(here, command):
     with flaxckpt.Checkpointer("own", keep=[BestN(1, "loss", "min")]) as run:
         for step, loss in ((1, 0.5), (2, 0.5)):
             run.save(step, {"n": step}, metrics={"loss": loss}).wait()
@@ -226,13 +224,13 @@ def _joined(lines):
     return " ".join(lines)
 
 
-def test_prune_takes_the_settings_of_a_run(here, command):
+def test_prune_reads_policies_from_config(here, command):
     (here / "run.json").write_text('{"keep": [{"on_steps": [100]}]}')
     command("prune", "run", "--config", "run.json", "--yes")
     assert steps("run") == [100, 300]
 
 
-def test_prune_lets_the_states_of_datasets_go_as_the_settings_say(here, command):
+def test_prune_deletes_dataset_states_per_config(here, command):
     with flaxckpt.Checkpointer("with data") as run:
         for step in (1, 2, 3):
             run.save(step, {"n": step}, dataset=StepIndexed(lambda i: i, start=step))
@@ -245,14 +243,14 @@ def test_prune_lets_the_states_of_datasets_go_as_the_settings_say(here, command)
     assert found == [False, False, True]
 
 
-def test_prune_refuses_a_metric_that_no_step_has(here, command):
+def test_prune_rejects_unknown_metric(here, command):
     told = command.refuses("prune", "run", "-k", "best:1:los:min", "--yes")
     assert "no step of" in told
     assert told.endswith("the steps have loss\n")
     assert steps("run") == [100, 200, 300]
 
 
-def test_prune_that_cannot_delete_a_step_is_1(here, command, monkeypatch):
+def test_prune_exits_with_1_after_failed_deletion(here, command, monkeypatch):
     real = os.rename
 
     def rename(source, target, **given):
@@ -269,19 +267,19 @@ def test_prune_that_cannot_delete_a_step_is_1(here, command, monkeypatch):
     assert (here / "run" / "100").is_dir()
 
 
-def test_prune_of_a_run_whose_newest_step_is_not_whole_is_1(here, command):
+def test_prune_exits_with_1_for_incomplete_newest_step(here, command):
     (here / "run/300/state/d/0.small.0").unlink()
     told = command.refuses("prune", "run", "-k", "latest:1", "--yes", code=1)
     assert "step 300 is incomplete" in told
     assert steps("run") == [100, 200, 300]
 
 
-def test_prune_takes_runs_of_orbax(here, command):
+def test_prune_supports_orbax_runs(here, command):
     command("prune", "orbax", "-k", "latest:1", "--yes")
     assert sorted(p.name for p in (here / "orbax").glob("step_*")) == ["step_2"]
 
 
-def test_prune_takes_no_files(here, command):
+def test_prune_rejects_runs_of_files(here, command):
     (here / "files").mkdir()
     for step in (1, 2):
         (here / "files" / f"checkpoint_{step}").write_bytes(
@@ -294,7 +292,7 @@ def test_prune_takes_no_files(here, command):
 # ---- pin and unpin ------------------------------------------------------------------
 
 
-def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
+def test_pin_keeps_steps_and_unpin_releases_them(here, command):
     assert command.text("pin", "run", 100, 200) == ["pinned steps 100, 200 of run"]
     assert run_files.is_pinned(here / "run" / "100")
     command("prune", "run", "-k", "latest:1", "--yes")
@@ -305,7 +303,7 @@ def test_pin_keeps_steps_and_unpin_lets_them_go(here, command):
     assert steps("run") == [200, 300]
 
 
-def test_pin_of_several_pins_none_if_one_is_missing(here, command):
+def test_pin_changes_nothing_if_one_step_is_missing(here, command):
     assert "has no step 7" in command.refuses("pin", "run", 100, 7)
     assert not run_files.is_pinned(here / "run" / "100")
     assert "does not exist" in command.refuses("pin", "nowhere", 1)
@@ -338,7 +336,7 @@ def test_convert_changes_leaves(here, command):
     np.testing.assert_array_equal(found["bias"], np.zeros(3))
 
 
-def test_convert_refuses_existing_targets_and_bad_options(here, command):
+def test_convert_rejects_existing_targets_and_bad_options(here, command):
     assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
     command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
     assert "must be PATTERN=DTYPE" in command.refuses(
@@ -347,7 +345,7 @@ def test_convert_refuses_existing_targets_and_bad_options(here, command):
     assert "does not exist" in command.refuses("convert", "nowhere", "x")
 
 
-def test_convert_of_damaged_values_is_1(here, command):
+def test_convert_exits_with_1_for_damaged_values(here, command):
     chunks.flip(here / "run/300/state", "params.dense.kernel/c.0.0")
     assert "params/dense/kernel" in command.refuses("convert", "run", "out", code=1)
     assert not (here / "out").exists()

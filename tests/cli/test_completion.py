@@ -79,15 +79,15 @@ def completed(line):
         ("plan run run --optimizer m", ["match"]),
     ],
 )
-def test_words_are_completed(run, line, words):
+def test_completes_words(run, line, words):
     assert completed(line) == words
 
 
-def test_a_completed_container_is_shown(run, command):
+def test_show_accepts_completed_container(run, command):
     assert "layers_1" in command("show", "run", "params/").stdout
 
 
-def test_completion_waits_for_no_jax(run):
+def test_completion_does_not_import_jax(run):
     code = (
         "import sys\nfrom flaxckpt.cli import main\n"
         "try: main()\nfinally: print('jax' in sys.modules, file=sys.stderr)"
@@ -139,7 +139,7 @@ ON_TERMINAL = (  # fish needs a controlling terminal
 
 
 @pytest.mark.parametrize("name", RC)
-def test_the_tab_key_completes_in_a_shell(run, name):
+def test_tab_key_completes_in_shell(run, name):
     if not shutil.which(name):
         pytest.skip(f"needs {name}")
     program = run / "bin" / "flaxckpt"

@@ -5,7 +5,7 @@ from tests.cli.test_process import VERBS
 from tests.helpers.documents import blocks, commands
 
 
-def test_every_verb_is_documented():
+def test_documentation_covers_every_verb():
     told = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     shell = [block.code for block in blocks(told) if block.language == "sh"]
     assert {c.words[1] for code in shell for c in commands(code)} == set(VERBS)

@@ -102,7 +102,7 @@ def made(tmp_path_factory):
     [pytest.param(run, marks=[pytest.mark.slow] * ("zarr 3" in run)) for run in RUNS],
 )
 @pytest.mark.parametrize("verb", VERBS)
-def test_metadata_is_read_without_jax(made, command, monkeypatch, run, verb):
+def test_reads_metadata_without_jax(made, command, monkeypatch, run, verb):
     monkeypatch.chdir(made)
     arguments = [word.replace("RUN", run) for word in verb.split()]
     found = subprocess.run(
@@ -117,7 +117,7 @@ def test_metadata_is_read_without_jax(made, command, monkeypatch, run, verb):
     assert found.stdout == command(*arguments).stdout  # here, jax is imported
 
 
-def test_a_database_of_orbax_is_read_without_jax(here):
+def test_reads_orbax_database_without_jax(here):
     found = subprocess.run(
         [sys.executable, "-c", PROBE, "show", "orbax"], capture_output=True, text=True
     )
@@ -127,7 +127,7 @@ def test_a_database_of_orbax_is_read_without_jax(here):
     )
 
 
-def test_statistics_of_leaves_are_read_without_jax(tmp_path):
+def test_reads_leaf_statistics_without_jax(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(
             run, every_steps=1, statistics=True, check_step=False
@@ -142,7 +142,7 @@ def test_statistics_of_leaves_are_read_without_jax(tmp_path):
 
 
 @pytest.mark.parametrize("run", ["flaxckpt", "items"])
-def test_the_page_shows_the_tree_of_leaves_without_jax(made, run):
+def test_page_shows_leaf_tree_without_jax(made, run):
     with ui_server.serving(made / run) as served:
         shown = served.ask(f"/leaves/branch?run={run}&step=2").text
         assert "opt_state" in shown, shown

@@ -42,7 +42,7 @@ def test_ls_lists_steps_with_sizes_metrics_and_marks(here, command):
     assert last.startswith("3 steps, flaxckpt, ")
 
 
-def test_ls_tells_the_same_in_json(here, command):
+def test_ls_lists_steps_in_json(here, command):
     found = command.json("ls", "run")
     assert found["is_run"]
     assert found["path"] == str(here / "run")
@@ -56,7 +56,7 @@ def test_ls_tells_the_same_in_json(here, command):
     assert found["bytes"] == sum(step["bytes"] for step in found["steps"])
 
 
-def test_ls_marks_the_best_step_and_says_why_each_stays(here, command):
+def test_ls_marks_best_step_and_reports_why_each_stays(here, command):
     policies = ["--keep", "latest:1", "-k", "best:1:loss:min"]
     best = command.json("ls", "run", *policies)["steps"][1]
     assert best["marks"] == ["best"]
@@ -67,7 +67,7 @@ def test_ls_marks_the_best_step_and_says_why_each_stays(here, command):
     assert rows[3].endswith("  latest, latest 1")
 
 
-def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
+def test_ls_and_explain_detect_truncated_newest_step(here, command):
     file = here / "run/300/state/d/0.small.0"
     os.truncate(file, file.stat().st_size // 2)
     lines = command.text("ls", "run", code=1)
@@ -87,9 +87,7 @@ def test_ls_and_explain_see_that_the_newest_step_was_cut_off(here, command):
 @pytest.mark.parametrize(
     "lost", ["default/manifest.ocdbt", "default/d", "default/_METADATA", "default"]
 )
-def test_all_verbs_see_that_the_newest_step_of_orbax_lost_its_arrays(
-    here, command, lost
-):
+def test_all_verbs_detect_lost_arrays_of_newest_orbax_step(here, command, lost):
     gone = here / "orbax/step_2" / lost
     (shutil.rmtree if gone.is_dir() else os.unlink)(gone)
     found = command.json("ls", "orbax", code=1)["steps"]
@@ -105,7 +103,7 @@ def test_all_verbs_see_that_the_newest_step_of_orbax_lost_its_arrays(
     assert (here / "orbax/step_1").is_dir()
 
 
-def test_ls_is_silent_about_items_that_a_load_leaves_out(here, command, caplog):
+def test_ls_does_not_warn_about_skipped_items(here, command, caplog):
     with ocp.CheckpointManager(here / "keys") as manager:
         state = ocp.args.StandardSave({"w": np.ones(3)})
         key = ocp.args.JaxRandomKeySave(jax.random.key(0))
@@ -117,7 +115,7 @@ def test_ls_is_silent_about_items_that_a_load_leaves_out(here, command, caplog):
     assert "left out" in caplog.text
 
 
-def test_ls_takes_policies_from_the_settings_of_a_run(here, command):
+def test_ls_reads_policies_from_config(here, command):
     (here / "run.toml").write_text(
         "[train]\nkeep = [{best = 1, metric = 'loss', mode = 'min'}]\n"
     )
@@ -129,7 +127,7 @@ def test_ls_takes_policies_from_the_settings_of_a_run(here, command):
     assert "pass --config" in command.refuses("ls", "run", "--group", "train")
 
 
-def test_ls_lists_runs_of_orbax(here, command):
+def test_ls_lists_orbax_runs(here, command):
     found = command.json("ls", "orbax", "--keep", "best:1:loss:min")
     assert [step["step"] for step in found["steps"]] == [1, 2]
     assert {step["format"] for step in found["steps"]} == {"orbax"}
@@ -140,14 +138,14 @@ def test_ls_lists_runs_of_orbax(here, command):
     ("name", "format_name"),
     [("w.safetensors", "safetensors"), ("w.msgpack", "msgpack")],
 )
-def test_ls_of_one_checkpoint_lists_that(here, command, name, format_name):
+def test_ls_lists_single_checkpoint(here, command, name, format_name):
     found = command.json("ls", name)
     assert not found["is_run"]
     assert [step["format"] for step in found["steps"]] == [format_name]
     assert f"1 checkpoint, {format_name}" in command.text("ls", name)[-1]
 
 
-def test_ls_lists_files_that_are_steps(here, command):
+def test_ls_lists_file_steps(here, command):
     (here / "files").mkdir()
     for step in (1, 2):
         shutil.copy("w.msgpack", here / "files" / f"checkpoint_{step}")
@@ -155,7 +153,7 @@ def test_ls_lists_files_that_are_steps(here, command):
     assert [step["why"] for step in found["steps"]] == [[], ["newest", "LatestN(1)"]]
 
 
-def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
+def test_ls_exits_with_1_for_damaged_step(here, command):
     run_files.mark_damaged(here / "run" / "300", "w: its checksum\nis another")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     (here / "run" / "200" / "state" / "_METADATA").unlink()
@@ -169,12 +167,12 @@ def test_ls_exits_with_1_if_a_step_is_known_to_be_damaged(here, command):
     assert found[2]["damage"].startswith("w: its checksum")
 
 
-def test_ls_of_a_run_that_has_just_begun(here, command):
+def test_ls_reports_empty_run(here, command):
     assert command.text("ls", "empty") == ["empty has no steps yet"]
     assert command.json("ls", "empty")["steps"] == []
 
 
-def test_commands_refuse_paths_without_a_checkpoint(here, command):
+def test_commands_reject_paths_without_checkpoint(here, command):
     for verb in ("ls", "show", "verify", "du", "explain"):
         assert "does not exist" in command.refuses(verb, "nowhere")
         assert "is not a checkpoint of a supported format" in command.refuses(
@@ -191,11 +189,11 @@ def test_commands_refuse_paths_without_a_checkpoint(here, command):
         *("closest:0", "duration:long", "exponential:100", "exponential:100:1"),
     ],
 )
-def test_a_policy_that_is_none_is_bad_use(here, command, policy):
+def test_ls_rejects_invalid_policies(here, command, policy):
     assert f"--keep {policy}" in command.refuses("ls", "run", "--keep", policy)
 
 
-def test_names_that_are_commands_to_a_terminal_are_printed_harmlessly(here, command):
+def test_show_escapes_terminal_commands_in_names(here, command):
     flaxckpt.save("bad", {"\x1b[31mred": np.ones(2), "[bold]x[/bold]": np.ones(2)})
     printed = command("show", "bad").stdout
     assert "\x1b" not in printed
@@ -207,7 +205,7 @@ _EVIL = "\x1b]0;title\x07[red]"
 
 
 @pytest.mark.parametrize("width", [200, 50])
-def test_no_verb_prints_commands_to_a_terminal(tmp_path, command, monkeypatch, width):
+def test_no_verb_prints_terminal_commands(tmp_path, command, monkeypatch, width):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
@@ -241,7 +239,7 @@ def test_no_verb_prints_commands_to_a_terminal(tmp_path, command, monkeypatch, w
 
 
 @pytest.mark.parametrize("lost", ["an end", "the manifest"])
-def test_ls_looks_at_the_files_of_the_best_step(here, command, lost):
+def test_ls_checks_files_of_best_step(here, command, lost):
     ranked = ["run", "-k", "best:1:loss:min"]
     assert command.json("ls", *ranked)["best"] == {"loss": 200}
     damaged = here / "run/200/flaxckpt.json"
@@ -274,7 +272,7 @@ def test_ls_looks_at_the_files_of_the_best_step(here, command, lost):
 # ---- show ---------------------------------------------------------------------------
 
 
-def test_show_prints_the_tree_with_types_and_sizes(here, command):
+def test_show_prints_tree_with_types_and_sizes(here, command):
     lines = command.text("show", "run")
     assert lines[0].startswith("run/300: flaxckpt, step 300, ")
     assert lines[1] == "metrics: loss=2"
@@ -287,7 +285,7 @@ def test_show_prints_the_tree_with_types_and_sizes(here, command):
     assert not any("kernel" in line for line in shallow)
 
 
-def test_show_tells_all_of_every_leaf_in_json(here, command):
+def test_show_describes_every_leaf_in_json(here, command):
     found = command.json("show", "run", "--step", 100)
     assert (found["step"], found["format"]) == (100, "flaxckpt")
     assert found["leaves"].keys() == flaxckpt.metadata("run").leaves.keys()
@@ -296,7 +294,7 @@ def test_show_tells_all_of_every_leaf_in_json(here, command):
     assert moment["role"]["field"] == "mu"
 
 
-def test_show_tells_the_specs_of_sharded_leaves(here, command):
+def test_show_reports_specs_of_sharded_leaves(here, command):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     sharding = jax.sharding.NamedSharding(
         mesh, jax.sharding.PartitionSpec("data", None)
@@ -307,7 +305,7 @@ def test_show_tells_the_specs_of_sharded_leaves(here, command):
     assert found["leaves"]["w"]["spec"] == ["data", None]
 
 
-def test_show_of_one_leaf_reads_it(here, command):
+def test_show_reads_single_leaf(here, command):
     flaxckpt.save("one", {"w": np.array([np.nan, np.inf, 0.0, 1.0, 3.0])})
     lines = command.text("show", "one", "w")
     assert lines[0] == "w: float64[5]"
@@ -320,7 +318,7 @@ def test_show_of_one_leaf_reads_it(here, command):
     assert (found["min"], found["max"], sum(found["histogram"])) == (0.0, 3.0, 3)
 
 
-def test_show_of_a_container_counts_its_leaves(here, command):
+def test_show_counts_leaves_of_container(here, command):
     lines = command.text("show", "run", "params")
     assert lines[1].split() == ["params", "2", "leaves", "60", "B"]
     assert command.json("show", "run", "params")[0]["leaves"] == 2
@@ -338,12 +336,12 @@ def test_show_of_a_container_counts_its_leaves(here, command):
         ("zzz", "it has step, params, opt_state"),
     ],
 )
-def test_show_names_the_nearest_branches(here, command, path, advice):
+def test_show_suggests_nearest_branches(here, command, path, advice):
     assert advice in command.refuses("show", "run", path)
 
 
 @pytest.mark.parametrize("end", ["", "/w", "/W"])
-def test_show_names_a_key_with_slashes(here, command, end):
+def test_show_suggests_escaped_key_with_slashes(here, command, end):
     layers = {f"mlp/~/linear_{i}": {"w": np.ones((2, 3))} for i in range(2)}
     flaxckpt.save("haiku", {"params": layers, "n": 1})
     said = command.refuses("show", "haiku", f"params/mlp/~/linear_1{end}")
@@ -353,14 +351,14 @@ def test_show_names_a_key_with_slashes(here, command, end):
     command("show", "haiku", nearest)
 
 
-def test_show_names_the_layer_of_the_same_number(here, command):
+def test_show_suggests_layer_of_same_number(here, command):
     flaxckpt.save("deep", {f"layers_{n}": {"w": np.ones(1)} for n in range(12)})
     assert "did you mean layers_3/w?" in command.refuses("show", "deep", "layer_3/w")
     found = command.refuses("show", "deep", "w")
     assert "did you mean layers_{0..11}/w?" in found
 
 
-def test_show_of_very_many_leaves_is_cut(here, command):
+def test_show_truncates_many_leaves(here, command):
     flaxckpt.save("big", {f"layer_{i}": {"w": np.ones(1)} for i in range(300)})
     lines = command.text("show", "big")
     assert len(lines) == 1 + 1 + 100 + 1
@@ -369,7 +367,7 @@ def test_show_of_very_many_leaves_is_cut(here, command):
     assert len(command.json("show", "big")["leaves"]) == 300
 
 
-def test_show_takes_every_format(here, command):
+def test_show_supports_every_format(here, command):
     for name in ("orbax", "w.safetensors", "w.msgpack"):
         assert "float32[2, 3]" in command("show", name).stdout
         found = command.json("show", name, "w")
@@ -385,7 +383,7 @@ def test_show_takes_every_format(here, command):
         *("flax-msgpack/checkpoint_3", "flax-msgpack"),
     ],
 )
-def test_every_format_and_every_leaf_can_be_looked_at(command, name):
+def test_read_only_verbs_support_every_format_and_leaf(command, name):
     path = GOLDEN / name
     for verb in ("ls", "show", "verify", "du"):
         assert command.text(verb, path)
@@ -397,7 +395,7 @@ def test_every_format_and_every_leaf_can_be_looked_at(command, name):
 # ---- diff ---------------------------------------------------------------------------
 
 
-def test_diff_of_equal_checkpoints_is_0(here, command):
+def test_diff_of_equal_checkpoints_exits_with_0(here, command):
     lines = command.text("diff", "orbax", "w.safetensors")
     assert lines[-1] == "1 leaf is equal"
     found = command.json("diff", "w.msgpack", "w.safetensors")
@@ -425,7 +423,7 @@ def test_diff_without_values_compares_structure(here, command):
     assert lines[-1].startswith("0 leaves differ, 0 are equal, ")
 
 
-def test_diff_counts_leaves_of_another_shape_or_dtype_apart(here, command):
+def test_diff_counts_leaves_of_other_shape_or_dtype_separately(here, command):
     same = {"n": jnp.ones(2), "v": jnp.ones(2)}
     flaxckpt.save("one", {**same, "w": jnp.ones(3), "x": jnp.ones(3)})
     flaxckpt.save("two", {**same, "w": jnp.zeros(3), "x": jnp.ones(4)})
@@ -439,7 +437,7 @@ def test_diff_counts_leaves_of_another_shape_or_dtype_apart(here, command):
     assert last == "1 leaf has another shape or dtype, 0 are equal"
 
 
-def test_diff_goes_on_past_a_damaged_item(here, command):
+def test_diff_continues_past_damaged_item(here, command):
     with flaxckpt.Checkpointer(here / "items", items=("params", "opt")) as run:
         for step in (1, 2):
             run.save(step, {"params": {"w": jnp.ones(3)}, "opt": {"m": jnp.ones(2)}})
@@ -453,7 +451,7 @@ def test_diff_goes_on_past_a_damaged_item(here, command):
     assert command.json("diff", "items", 1, 2, "--only", "opt/.*")["equal"]
 
 
-def test_diff_takes_two_steps_after_the_run(here, command):
+def test_diff_accepts_two_steps_after_run(here, command):
     by_options = command.json("diff", "run", "-a", 100, "-b", 200, code=1)
     assert command.json("diff", "run", 100, 200, code=1) == by_options
     newest = command.json("diff", "run", "-a", 100, "-b", 300, code=1)
@@ -468,14 +466,14 @@ def test_diff_takes_two_steps_after_the_run(here, command):
         assert "flaxckpt diff A STEP B STEP" in told
 
 
-def test_diff_takes_steps_of_two_runs(here, command):
+def test_diff_accepts_steps_of_two_runs(here, command):
     shutil.copytree("run", "other")
     assert command.json("diff", "run", 100, "other", 100)["equal"]
     found = command.json("diff", "run", 100, "other", 200, code=1)
     assert [found["a"], found["b"]] == [f"{here}/run/100", f"{here}/other/200"]
 
 
-def test_diff_wants_two(here, command):
+def test_diff_requires_two_checkpoints(here, command):
     assert "--step-a and --step-b" in command.refuses("diff", "run")
     assert "has no step 7" in command.refuses("diff", "run", "-a", 7)
 
@@ -483,7 +481,7 @@ def test_diff_wants_two(here, command):
 # ---- verify -------------------------------------------------------------------------
 
 
-def test_verify_of_good_steps_is_0(here, command):
+def test_verify_of_good_steps_exits_with_0(here, command):
     line, others = command.text("verify", "run")
     assert others == "2 other steps were not read (200, 100): --all reads all"
     assert command.json("verify", "run")["not_read"] == [100, 200]
@@ -495,7 +493,7 @@ def test_verify_of_good_steps_is_0(here, command):
     assert [report["step"] for report in found["reports"]] == [100, 200, 300]
 
 
-def test_verify_finds_one_bit(here, command):
+def test_verify_detects_flipped_bit(here, command):
     damage(here / "run" / "200")
     assert command.json("verify", "run")["ok"]
     lines = command.text("verify", "run", "--step", 200, code=1)
@@ -514,7 +512,7 @@ def test_verify_finds_one_bit(here, command):
     assert found["reports"][1]["summary"] == lines[1].strip()
 
 
-def test_verify_marks_a_step_that_lost_its_description(here, command):
+def test_verify_marks_step_without_description(here, command):
     (here / "run/100/state/_METADATA").unlink()
     damage(here / "run/200")
     command.text("verify", "run", "--all", "--mark", code=1)
@@ -523,7 +521,7 @@ def test_verify_marks_a_step_that_lost_its_description(here, command):
     assert lines[-1] == "step 100 was already marked as damaged"
 
 
-def test_verify_marks_damaged_steps_if_asked(here, command):
+def test_verify_marks_damaged_steps_on_request(here, command):
     damage(here / "run" / "200")
     assert "--mark" in command.text("verify", "run", "--all", code=1)[-1]
     marker = here / "run" / "200" / "DAMAGED"
@@ -556,7 +554,7 @@ def test_verify_marks_damaged_steps_if_asked(here, command):
     assert "--mark needs the run directory" in refused.stderr
 
 
-def test_verify_takes_steps(here, command):
+def test_verify_accepts_steps(here, command):
     lines = command.text("verify", "run", 100, 200)
     assert [line.split(":")[0] for line in lines] == ["run/100", "run/200"]
     assert len(command.json("verify", "run", 100, "-s", 100)["reports"]) == 1
@@ -570,7 +568,7 @@ def test_verify_takes_steps(here, command):
     assert "--all" not in "".join(command.text("verify", "w.msgpack"))
 
 
-def test_verify_all_reports_remains_of_a_step(here, command):
+def test_verify_all_reports_remains_of_step(here, command):
     shutil.rmtree(here / "run" / "200" / "state")
     (here / "run" / "200" / "flaxckpt.json").unlink()
     lines = command.text("verify", "run", "--all", code=1)
@@ -589,7 +587,7 @@ def test_verify_counts_leaves_without_checksums(here, command):
 SUCCEEDS = "The restore would succeed, if the files are whole: no array was read."
 
 
-def test_plan_into_an_equal_state_is_0(here, command):
+def test_plan_into_equal_state_exits_with_0(here, command):
     first, last, call = command.text("plan", "run", "run", "--step", 100)
     assert call == "In Python: flaxckpt.load('run', state, step=100)"
     *_, call = command.text("plan", "run", "run", "--unused", "error")
@@ -601,7 +599,7 @@ def test_plan_into_an_equal_state_is_0(here, command):
     assert found["leaves"]["params/dense/bias"]["actions"] == ["loaded"]
 
 
-def test_plan_exits_with_1_if_leaves_do_not_fit(here, command):
+def test_plan_exits_with_1_for_unfit_leaves(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
     assert any("conflict" in line for line in lines)
     found = command.json("plan", "orbax", "run", code=1)
@@ -616,7 +614,7 @@ def test_plan_exits_with_1_if_leaves_do_not_fit(here, command):
     assert len(found["problems"]) == 3
 
 
-def test_plan_into_a_renamed_model_says_how_to_rename(here, command):
+def test_plan_suggests_rename_for_renamed_model(here, command):
     layer = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
     for name in ("old", "new"):
         params = {name: layer}
@@ -654,7 +652,7 @@ def save_as(name):
     flaxckpt.save(name, {"params": params, "opt_state": optimizer})
 
 
-def test_plan_renames_and_casts_first(here, command):
+def test_plan_applies_renames_and_casts_first(here, command):
     save_as("old")
     save_as("new")
     asked = ["plan", "old", "new", "--rename", r"params/old/(.*)=params/new/\1"]
@@ -667,7 +665,7 @@ def test_plan_renames_and_casts_first(here, command):
     assert "--suggest guesses" in command.refuses(*asked, "--suggest")
 
 
-def test_plan_counts_leaves_that_the_optimizer_initializes(here, command):
+def test_plan_counts_leaves_initialized_by_optimizer(here, command):
     save_as("new")
     lines = command.text("plan", "new", "new", "--drop", "opt_state/.*")
     assert lines[-3:-1] == [
@@ -678,7 +676,7 @@ def test_plan_counts_leaves_that_the_optimizer_initializes(here, command):
     assert "initializes" not in "".join(command.text("plan", "new", "new"))
 
 
-def test_plan_asks_for_an_optimizer_only_if_the_state_has_one(here, command):
+def test_plan_advises_optimizer_only_if_state_has_one(here, command):
     save_as("new")
     flaxckpt.save("bare", {"params": {"new": flaxckpt.load("new")["params"]["new"]}})
     for state, has_optimizer in (("new", True), ("bare", False)):
@@ -689,7 +687,7 @@ def test_plan_asks_for_an_optimizer_only_if_the_state_has_one(here, command):
             assert ("such as a TrainState" in text) == has_optimizer
 
 
-def test_plan_that_reads_no_array_would_succeed(here, command):
+def test_plan_without_arrays_reports_success(here, command):
     flaxckpt.save("names", {"name": "a"})
     assert command.text("plan", "names", "names")[-2] == "The restore would succeed."
 
@@ -701,7 +699,7 @@ def save_with_head(name, head, classes):
 
 
 @pytest.mark.parametrize("target", ["tuned", "tuned.json"])
-def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, target):
+def test_plan_keeps_values_of_new_head_in_fine_tune(here, command, target):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "classifier", 3)
     (here / "tuned.json").write_text(command("show", "tuned", "--json").stdout)
@@ -730,7 +728,7 @@ def test_plan_of_a_fine_tune_keeps_the_values_of_a_new_head(here, command, targe
         assert found[path]["actions"] == [*leaf.actions], path
 
 
-def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, command):
+def test_plan_suggests_reinitializing_head_of_other_shape(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     lines = command.text("plan", "base", "tuned", code=1)
@@ -767,9 +765,7 @@ def test_plan_into_a_head_of_another_shape_says_how_to_begin_it_anew(here, comma
 BEGIN_ANEW = "To begin leaves of other shapes anew"
 
 
-def test_plan_into_the_state_of_another_run_names_the_option_for_a_source(
-    here, command
-):
+def test_plan_suggests_as_source_for_state_of_another_run(here, command):
     save_with_head("base", "head", 10)
     state = flaxckpt.load("base")
     with flaxckpt.Checkpointer(here / "a run") as run:
@@ -796,7 +792,7 @@ def test_plan_into_the_state_of_another_run_names_the_option_for_a_source(
         assert "For the source" not in "".join(command.text("plan", *same))
 
 
-def test_plan_of_a_deep_head_names_its_whole_branch(here, command):
+def test_plan_suggests_dropping_whole_branch_of_deep_head(here, command):
     for name, width in (("base", 10), ("tuned", 3)):
         layers = {f"layer_{n}": {"kernel": jnp.ones((4, width))} for n in range(5)}
         params = {"trunk": jnp.ones(4), "head": layers}
@@ -809,7 +805,7 @@ def test_plan_of_a_deep_head_names_its_whole_branch(here, command):
     assert found["leaves"]["opt/0/mu/trunk"]["actions"] == ["loaded"]
 
 
-def test_plan_names_no_drop_that_would_not_help(here, command):
+def test_plan_suggests_no_useless_drop(here, command):
     flaxckpt.save("base", {"head": jnp.ones(10), "n": jnp.ones(2)})
     flaxckpt.save("tuned", {"head": jnp.ones(3), "n": jnp.ones(2, int)})
     assert command.json("plan", "base", "tuned", code=1)["drops"] == []
@@ -818,7 +814,7 @@ def test_plan_names_no_drop_that_would_not_help(here, command):
     assert command.json(*renamed, code=1)["drops"] == [], "--drop goes first"
 
 
-def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command):
+def test_plan_as_source_reinitializes_optimizer(here, command):
     save_with_head("base", "head", 10)
     anew = {"step", "opt_state/0/count", "opt_state/0/mu/head", "opt_state/0/mu/trunk"}
     anew |= {"opt_state/0/nu/head", "opt_state/0/nu/trunk"}
@@ -846,9 +842,7 @@ def test_plan_of_the_source_of_a_new_run_begins_the_optimizer_anew(here, command
 
 
 @pytest.mark.parametrize("target", ["tuned", "tuned.json"])
-def test_plan_of_another_head_offers_the_plan_of_the_source_and_its_call(
-    here, command, target
-):
+def test_plan_suggests_source_plan_and_call_for_other_head(here, command, target):
     save_with_head("tuned", "head", 3)
     (here / "tuned.json").write_text(command("show", "tuned", "--json").stdout)
     tuned = flaxckpt.load("tuned")
@@ -878,7 +872,7 @@ def test_plan_of_another_head_offers_the_plan_of_the_source_and_its_call(
     np.testing.assert_array_equal(begun.params["head"], tuned.params["head"])
 
 
-def test_plan_of_a_source_needs_to_know_the_optimizer(here, command):
+def test_plan_as_source_requires_known_optimizer(here, command):
     save_with_head("base", "head", 10)
     content = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
     (here / "wanted.json").write_text(json.dumps(content))
@@ -893,7 +887,7 @@ def test_plan_of_a_source_needs_to_know_the_optimizer(here, command):
     assert ": 6 init, 2 loaded" in command.text(*asked)[0]
 
 
-def test_plan_into_a_branch_of_other_shapes_drops_the_branch(here, command):
+def test_plan_suggests_dropping_branch_of_other_shapes(here, command):
     for name, width in (("base", 10), ("tuned", 3)):
         head = {"kernel": jnp.ones((4, width)), "bias": jnp.ones(width)}
         flaxckpt.save(name, {"params": {"trunk": jnp.ones(4), "head.1": head}})
@@ -904,9 +898,7 @@ def test_plan_into_a_branch_of_other_shapes_drops_the_branch(here, command):
     assert command.json(*words)["ok"]
 
 
-def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(
-    here, command
-):
+def test_plan_suggests_matching_optimizer_for_leaves_without_class(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "classifier", 3)
     content = command.json("show", "tuned")
@@ -925,7 +917,7 @@ def test_plan_into_leaves_without_classes_says_how_to_match_the_optimizer(
 INITIALIZES = "For an optimizer that initializes its leaves, as TARGET names no classes"
 
 
-def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
+def test_plan_of_resized_head_requires_drop_and_init(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     drop = ["plan", "base", "tuned", "--drop", "params/head"]
@@ -935,7 +927,7 @@ def test_plan_of_a_head_of_another_size_drops_it_first(here, command):
     assert command.json(*drop, "--missing", "init")["ok"]
 
 
-def test_plan_says_that_the_checkpoint_is_damaged(here, command):
+def test_plan_reports_damaged_checkpoint(here, command):
     assert command.json("plan", "run", "run", "-s", 200)["damage"] is None
     largest = here / "run/200/state/d/0.small.0"
     largest.write_bytes(largest.read_bytes()[:-1])
@@ -957,21 +949,21 @@ def cut_off(file):
 
 
 @pytest.mark.parametrize("file", ["manifest.ocdbt", "d/tree"])
-def test_plan_looks_at_the_files_that_all_leaves_need(here, command, file):
+def test_plan_checks_files_needed_by_all_leaves(here, command, file):
     (here / "run/200/state" / file).unlink()
     *_, last = command.text("plan", "run", "run", "-s", 200, code=1)
     assert last.startswith("The checkpoint is damaged, so the restore would fail: ")
     assert Path(file).name in last
 
 
-def test_plan_into_numpy_arrays_takes_64_bits(tmp_path, command):
+def test_plan_accepts_64_bit_numpy_arrays(tmp_path, command):
     flaxckpt.save(tmp_path / "c", {"table": np.arange(3), "w": jnp.ones(2)})
     lines = command.text("plan", tmp_path / "c", tmp_path / "c")
     assert "2 loaded" in lines[0]
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
-def test_plan_looks_at_damage_where_the_restore_reads(here, command, is_marked):
+def test_plan_checks_damage_where_restore_reads(here, command, is_marked):
     state = here / "run" / "300" / "state"
     old_stores.make_directories(state.parent)
     [chunk] = (state / "opt_state.0.mu.dense.kernel").glob("c*")
@@ -998,7 +990,7 @@ def test_plan_looks_at_damage_where_the_restore_reads(here, command, is_marked):
     assert "params.dense.kernel" in command.json(*asked, code=1)["damage"]
 
 
-def test_plan_looks_at_marked_chunks_where_the_restore_reads(here, command):
+def test_plan_checks_marked_chunks_where_restore_reads(here, command):
     wanted = {"params": {"dense": {"kernel": "float32[4, 3]"}}}
     (here / "wanted.json").write_text(json.dumps(wanted))
     asked = ["plan", "run", "wanted.json", "-s", 300]
@@ -1017,7 +1009,7 @@ def test_plan_looks_at_marked_chunks_where_the_restore_reads(here, command):
     assert "opt_state" in command.json(*asked, code=1)["damage"]
 
 
-def test_plan_expects_damage_everywhere_if_its_leaves_are_unknown(here, command):
+def test_plan_assumes_damage_everywhere_if_leaves_are_unknown(here, command):
     """A restore marks a step after the first damage that it finds."""
     (here / "wanted.json").write_text(
         '{"params": {"dense": {"kernel": "float32[4, 3]"}}}'
@@ -1031,7 +1023,7 @@ def test_plan_expects_damage_everywhere_if_its_leaves_are_unknown(here, command)
     assert "does not say of which leaves" in command.json(*asked, code=1)["damage"]
 
 
-def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
+def test_plan_checks_database_as_whole(here, command):
     flaxckpt.save("one", {n: jnp.ones(2000) for n in "ab"})
     (here / "wanted.json").write_text('{"a": "float32[2000]"}')
     assert command.json("plan", "one", "wanted.json")["ok"]
@@ -1041,7 +1033,7 @@ def test_plan_knows_that_a_database_is_read_as_a_whole(here, command):
     assert "state/d/0.small.0: wanted 16008 bytes" in found["damage"]
 
 
-def test_plan_suggest_shows_the_plan_of_its_guess(here, command):
+def test_plan_suggest_shows_plan_of_its_guess(here, command):
     for name in ("old", "new"):
         params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}}
         optimizer = optax.adam(1e-3).init(params)
@@ -1070,7 +1062,7 @@ def test_plan_suggest_shows_the_plan_of_its_guess(here, command):
     assert command.json(*words)["ok"]
 
 
-def test_incomplete_plan_suggest_prints_a_command_that_works(here, command):
+def test_incomplete_plan_suggest_prints_working_command(here, command):
     save_with_head("base", "head", 10)
     save_with_head("tuned", "head", 3)
     asked = ["plan", "base", "tuned"]
@@ -1079,7 +1071,7 @@ def test_incomplete_plan_suggest_prints_a_command_that_works(here, command):
     assert command.json(*words)["ok"]
 
 
-def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
+def test_plan_suggest_recommends_matching_optimizer(here, command):
     save_with_head("base", "head", 10)
     wanted = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
     (here / "wanted.json").write_text(json.dumps(wanted))
@@ -1087,13 +1079,13 @@ def test_plan_that_guesses_says_how_to_match_the_optimizer(here, command):
     assert pasted(lines, INITIALIZES)[3:] == ["--optimizer", "match", "--suggest"]
 
 
-def test_plan_reads_the_output_of_show(here, command):
+def test_plan_reads_output_of_show(here, command):
     (here / "shown.json").write_text(command("show", "run", "--json").stdout)
     assert command.json("plan", "run", "shown.json")["ok"]
     assert not command.json("plan", "orbax", "shown.json", code=1)["ok"]
 
 
-def test_plan_into_a_state_in_a_file(here, command):
+def test_plan_reads_state_from_file(here, command):
     wanted = {"params": {"dense": {"kernel": "bfloat16[4, 3]"}}}
     (here / "wanted.json").write_text(json.dumps(wanted))
     found = command.json("plan", "run", "wanted.json", "--unused", "ignore")
@@ -1104,7 +1096,7 @@ def test_plan_into_a_state_in_a_file(here, command):
     )
 
 
-def test_plan_guesses_transforms(here, command):
+def test_plan_suggest_guesses_transforms(here, command):
     np.savez(here / "torch.npz", **{"model/up/weight": np.ones((3, 5), np.float32)})
     (here / "wanted.json").write_text('{"params": {"up": {"kernel": "float32[5, 3]"}}}')
     lines = command.text("plan", "torch.npz", "wanted.json", "--suggest")
@@ -1115,7 +1107,7 @@ def test_plan_guesses_transforms(here, command):
     assert found["leaves"]["params/up/kernel"]["sources"] == ["model/up/weight"]
 
 
-def test_plan_that_guesses_too_little_is_1(here, command):
+def test_plan_suggest_exits_with_1_after_incomplete_guess(here, command):
     np.savez(here / "torch.npz", **{"up/weight": np.ones((3, 3), np.float32)})
     (here / "wanted.json").write_text('{"up": {"kernel": "float32[3, 3]"}}')
     lines = command.text("plan", "torch.npz", "wanted.json", "--suggest", code=1)
@@ -1127,7 +1119,7 @@ def test_plan_that_guesses_too_little_is_1(here, command):
     assert "no leaf of the source fits" in found
 
 
-def test_all_verbs_count_the_same_leaves(here, command):
+def test_all_verbs_count_same_leaves(here, command):
     state = {"w": jnp.ones(3), "none": None, "empty": {}, "text": "a", "n": 3}
     for name in ("one", "two"):
         flaxckpt.save(name, state)
@@ -1140,7 +1132,7 @@ def test_all_verbs_count_the_same_leaves(here, command):
     assert "3 leaves" in repr(flaxckpt.metadata("one"))
 
 
-def test_empty_keys_are_shown(here, command):
+def test_show_and_du_list_empty_keys(here, command):
     inner = {"": np.ones(2, "f4"), "c": np.ones(1, "f4")}
     flaxckpt.save("odd", {"": np.ones(3, "f4"), "b": inner})
     rows = [line.split() for line in command.text("show", "odd")[2:]]
@@ -1156,7 +1148,7 @@ def test_empty_keys_are_shown(here, command):
     assert command.text("show", "odd", "b/")[0] == "b/: float32[2]"
 
 
-def test_a_state_that_is_one_array_has_a_name_in_tables_and_errors(here, command):
+def test_single_array_state_has_name_in_tables_and_errors(here, command):
     for name in ("one", "two"):
         flaxckpt.save(name, np.full(3000, len(name) * (name == "two"), "f4"))
     assert command.text("diff", "one", "two", code=1)[3].split()[0] == "(root)"
@@ -1172,14 +1164,14 @@ def test_a_state_that_is_one_array_has_a_name_in_tables_and_errors(here, command
     assert "  (root): " in "\n".join(command.text("diff", "one", "one", code=1))
 
 
-def test_a_path_with_one_slash_too_many_names_the_path_without(here, command):
+def test_show_suggests_path_without_extra_slash(here, command):
     assert "did you mean params?" in command.refuses("show", "run", "/params")
 
 
 # ---- du and doctor ------------------------------------------------------------------
 
 
-def test_du_lists_the_space_of_steps_and_arrays(here, command):
+def test_du_lists_space_of_steps_and_arrays(here, command):
     lines = command.text("du", "run", "--depth", 1)
     assert lines[0].split() == ["step", "files", "not", "shared"]
     assert lines[4].endswith(" on the disk")
@@ -1201,14 +1193,14 @@ def test_du_counts_linked_files_once(here, command):
     assert second["bytes"] > 1_200_000
 
 
-def test_du_of_one_checkpoint(here, command):
+def test_du_reports_single_checkpoint(here, command):
     [found] = command.json("du", "w.msgpack")["steps"]
     size = (here / "w.msgpack").stat().st_size
     assert found == {"step": None, "bytes": size, "own": size}
     assert command.text("du", "w.msgpack")[0].split() == ["files", "not", "shared"]
 
 
-def test_doctor_finds_a_directory_that_works(here, command):
+def test_doctor_accepts_working_directory(here, command):
     found = command.json("doctor", "empty", "--max-mb", 1)
     assert found["ok"]
     assert found["versions"]["jax"] == jax.__version__
@@ -1220,7 +1212,7 @@ def test_doctor_finds_a_directory_that_works(here, command):
     assert "is not a directory" in command.refuses("doctor", "nowhere")
 
 
-def test_verify_goes_on_after_a_step_of_orbax_without_arrays(here, command):
+def test_verify_continues_after_orbax_step_without_arrays(here, command):
     with ocp.CheckpointManager(here / "mixed") as manager:
         for step in (1, 2, 3):
             item = {"w": np.ones(3)}

@@ -26,7 +26,7 @@ def assert_published(directory, dtype=np.float32):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "llama"])
-def test_a_model_goes_to_a_layout_and_back(tmp_path, model, command, name):
+def test_model_converts_to_layout_and_back(tmp_path, model, command, name):
     command(
         *("convert", model, "flax", "--map", name),
         *("--target", "tunix", "--prefix", "params"),
@@ -50,7 +50,7 @@ def test_a_model_goes_to_a_layout_and_back(tmp_path, model, command, name):
     assert_published(tmp_path / "back", np.float16)
 
 
-def test_changes_come_after_the_map_and_before_the_way_back(tmp_path, model, command):
+def test_renames_apply_after_map_and_before_export(tmp_path, model, command):
     command(
         *("convert", model, "flax", "--map", "auto", "--target", "linen"),
         *("--rename", r"model/(.*)=inner/\1"),
@@ -63,7 +63,7 @@ def test_changes_come_after_the_map_and_before_the_way_back(tmp_path, model, com
     assert_published(tmp_path / "back")
 
 
-def test_a_run_and_a_cached_model_work(tmp_path, model, command):
+def test_convert_accepts_run_and_cached_model(tmp_path, model, command):
     files = {path.name: path for path in (tmp_path / model).iterdir()}
     cached = hub_cache.write_model(tmp_path, files).name
     changes = maps.llama(cached, target="linen", prefix="params")
@@ -75,7 +75,7 @@ def test_a_run_and_a_cached_model_work(tmp_path, model, command):
     assert "model/norm/weight" in flaxckpt.metadata("flax").leaves
 
 
-def test_options_without_effect_are_refused(model, command):
+def test_rejects_options_without_effect(model, command):
     for options, message in (
         (["--config", model], "--config has an effect only with --to huggingface"),
         (["--tokenizer", model], "--tokenizer has an effect only with --to hugging"),
@@ -90,7 +90,7 @@ def test_options_without_effect_are_refused(model, command):
         assert message in command.refuses("convert", model, "out", *options)
 
 
-def test_a_plan_starts_from_a_published_model(tmp_path, model, command):
+def test_plan_starts_from_published_model(tmp_path, model, command):
     command(
         *("convert", model, "flax", "--map", "auto"),
         *("--target", "maxtext-scanned", "--prefix", "params"),

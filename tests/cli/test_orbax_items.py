@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
 LEAVES = {"params/w", "optimizer/mu"}
 
 
-def test_verbs_that_look(run, command):
+def test_read_only_verbs_support_items(run, command):
     assert [step["format"] for step in command.json("ls", run)["steps"]] == [
         "orbax"
     ] * 2
@@ -41,7 +41,7 @@ def test_verbs_that_look(run, command):
     command("report", run, "-o", "report.html")
 
 
-def test_verbs_that_change(run, command):
+def test_modifying_verbs_support_items(run, command):
     command("pin", run, 1)
     command("unpin", run, 1)
     command("convert", run, "converted")
@@ -50,7 +50,7 @@ def test_verbs_that_change(run, command):
     assert flaxckpt.Checkpointer(run, read_only=True).steps() == [2]
 
 
-def test_convert_makes_and_joins_items(run, command):
+def test_convert_splits_and_joins_items(run, command):
     flaxckpt.save("both", {"params": {"w": jnp.ones(3)}, "ema": {"w": jnp.zeros(3)}})
     command("convert", "both", "apart", "--items", "params,ema")
     assert flaxckpt.metadata("apart").items == ("params", "ema")

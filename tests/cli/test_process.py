@@ -57,24 +57,24 @@ def modules_of(*args):
 @pytest.mark.parametrize(
     ("guess", "verb"), [*cli._GUESSED.items(), ("vrify", "verify"), ("Diff", "diff")]
 )
-def test_a_verb_of_other_tools_is_answered_with_the_verb_here(command, guess, verb):
+def test_suggests_verb_for_names_in_other_tools(command, guess, verb):
     assert verb in VERBS
     told = command.refuses(guess, "runs/7")
     assert f"no verb {guess!r}: did you mean flaxckpt {verb}?" in told
 
 
-def test_a_verb_that_nobody_knows_is_refused(command):
+def test_rejects_unknown_verb(command):
     assert "No such command 'xyzzy'" in command.refuses("xyzzy")
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
-def test_help_waits_for_no_jax(verb):
+def test_help_does_not_import_heavy_modules(verb):
     found = modules_of(*([verb] if verb else []), "--help")
     assert {"jax", "flax", "tensorstore", "numpy", "rich"}.isdisjoint(found)
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_json_and_help_with_an_example(verb, command):
+def test_every_verb_has_json_and_example_in_help(verb, command):
     text = command(verb, "--help").stdout
     assert "--json" in text
     assert f"\n  Example:\n    flaxckpt {verb} " in text
@@ -85,14 +85,14 @@ def test_every_verb_has_json_and_help_with_an_example(verb, command):
 
 
 @pytest.mark.parametrize("verb", sorted({*VERBS} - {"doctor"}))
-def test_every_verb_wants_its_arguments(verb, command):
+def test_every_verb_requires_its_arguments(verb, command):
     result = command(verb, code=2)
     assert "Missing argument" in result.stderr
     assert f"flaxckpt {verb} --help" in result.stderr
 
 
 @pytest.mark.slow
-def test_a_process_names_all_policies(here):
+def test_help_and_error_name_all_policies(here):
     examples = [form.example for form in _policy_forms.FORMS.values()]
     assert "latest:3" in examples
     helped = " ".join(run("ls", "--help").stdout.split())
@@ -101,7 +101,7 @@ def test_a_process_names_all_policies(here):
         assert [example for example in examples if example not in text] == []
 
 
-def test_exit_codes_of_the_process(here):
+def test_process_exits_with_0_1_or_2(here):
     found = run("verify", "run", "--json")
     assert (found.returncode, found.stderr) == (0, "")
     assert json.loads(found.stdout)["ok"]
@@ -114,7 +114,7 @@ def test_exit_codes_of_the_process(here):
     assert run("--version").stdout.startswith("flaxckpt ")
 
 
-def test_a_newer_damaged_step_is_warned_about_once_in_options(here):
+def test_warns_once_about_newer_damaged_step(here):
     (here / "run/300/DAMAGED").write_text("{}")
     for args in (["show", "run"], ["show", "run", "latest"], ["plan", "run", "orbax"]):
         [warning] = run(*args).stderr.splitlines()
@@ -129,7 +129,7 @@ def test_a_newer_damaged_step_is_warned_about_once_in_options(here):
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-def test_closed_pipe_ends_the_command_without_a_message(here):
+def test_closed_pipe_ends_command_without_message(here):
     flaxckpt.save("big", {f"layer_{i}": np.ones(1) for i in range(3000)})
     show = subprocess.Popen(
         [*COMMAND, "show", "big", "--depth", "1"],
@@ -143,7 +143,7 @@ def test_closed_pipe_ends_the_command_without_a_message(here):
     assert (show.wait(), errors) == (141, b"")
 
 
-def test_ctrl_c_is_one_line_and_130(here):
+def test_ctrl_c_prints_one_line_and_exits_with_130(here):
     code = (
         "import sys, time\n"
         "from flaxckpt._inspect import doctor\n"
@@ -168,7 +168,7 @@ def test_ctrl_c_is_one_line_and_130(here):
     assert errors.strip() == "flaxckpt: interrupted"
 
 
-def test_no_accelerator_is_asked_for_unless_the_user_says_so():
+def test_uses_accelerator_only_on_request():
     code = (
         "import os; from flaxckpt import cli;"
         "cli.app = lambda **_: print(os.environ['JAX_PLATFORMS']);"
@@ -185,7 +185,7 @@ def test_no_accelerator_is_asked_for_unless_the_user_says_so():
         assert found.stdout == f"{wanted}\n"
 
 
-def test_the_console_script_is_the_command():
+def test_console_script_calls_main():
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     module, _, name = project["scripts"]["flaxckpt"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
@@ -200,7 +200,7 @@ def test_shells_complete_verbs():
 
 
 @pytest.mark.slow
-def test_show_escapes_characters_outside_the_encoding(here):
+def test_show_escapes_characters_outside_encoding(here):
     flaxckpt.save("odd", {"größe": np.arange(30.0)})
     found = run("show", "odd", "größe", PYTHONIOENCODING="ascii")
     assert found.returncode == 0
@@ -211,9 +211,7 @@ def test_show_escapes_characters_outside_the_encoding(here):
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_tables_fit_into_the_terminal_and_lose_nothing(
-    here, command, monkeypatch, width
-):
+def test_tables_fit_terminal_without_losing_text(here, command, monkeypatch, width):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     name = "a_name_of_more_letters_than_a_terminal_has_columns" * 3
@@ -223,7 +221,7 @@ def test_tables_fit_into_the_terminal_and_lose_nothing(
     assert name in "".join("".join(line.split()[:1]) for line in lines[2:] if line)
 
 
-def test_there_are_no_colours_where_nobody_looks(here, command):
+def test_output_has_no_colors_without_terminal(here, command):
     assert "\x1b" not in command("ls", "run").stdout
 
 
@@ -238,5 +236,5 @@ def _plain(line):
         *((1_490_000_000, "1.49 GB"), (2.5e15, "2.5e+03 TB"), (None, "-")),
     ],
 )
-def test_sizes_are_shown_in_three_digits(count, text):
+def test_sizes_have_three_digits(count, text):
     assert _output.size(count) == text

@@ -9,7 +9,7 @@ import flaxckpt
 from tests.helpers import chunks, run_files
 
 
-def test_report_writes_a_page_and_says_where(here, command):
+def test_report_writes_page_and_names_it(here, command):
     [line] = command.text("report", "run")
     assert line.startswith("wrote report.html: 3 steps, ")
     page = (here / "report.html").read_text(encoding="utf-8")
@@ -17,7 +17,7 @@ def test_report_writes_a_page_and_says_where(here, command):
     assert page.rstrip().endswith("</html>")
 
 
-def test_report_replaces_an_older_page(here, command):
+def test_report_replaces_older_page(here, command):
     command("report", "run", "-o", "other.html")
     first = (here / "other.html").read_bytes()
     with flaxckpt.Checkpointer(here / "run") as run:
@@ -27,7 +27,7 @@ def test_report_replaces_an_older_page(here, command):
     assert sorted(f.name for f in here.glob("*.html*")) == ["other.html"]
 
 
-def test_json_tells_the_same_and_writes_nothing_unasked(here, command):
+def test_json_matches_ls_and_writes_no_page_by_default(here, command):
     options = ("-k", "latest:1", "-k", "best:1:loss:min")
     found = command.json("report", "run", *options)
     assert found["ok"]
@@ -48,7 +48,7 @@ def test_json_tells_the_same_and_writes_nothing_unasked(here, command):
     assert (here / "page.html").exists()
 
 
-def test_policies_come_from_the_settings_of_a_run(here, command):
+def test_reads_policies_from_config(here, command):
     (here / "run.toml").write_text("keep = [{latest = 1}]\n")
     found = command.json("report", "run", "--config", "run.toml")
     assert [step["why"] for step in found["steps"]] == [
@@ -58,7 +58,7 @@ def test_policies_come_from_the_settings_of_a_run(here, command):
     ]
 
 
-def test_damage_is_1_and_the_page_is_written_all_the_same(here, command):
+def test_damage_exits_with_1_but_still_writes_page(here, command):
     run_files.mark_damaged(here / "run" / "300", "w: its checksum is another")
     first, last = command.text("report", "run", code=1)
     assert first == "step 300 is damaged: w: its checksum is another"
@@ -66,7 +66,7 @@ def test_damage_is_1_and_the_page_is_written_all_the_same(here, command):
     assert not command.json("report", "run", code=1)["ok"]
 
 
-def test_verify_reads_every_byte(here, command):
+def test_verify_option_reads_every_byte(here, command):
     chunks.flip(here / "run/200/state", "params.dense.kernel/c.0.0")
     command("report", "run", "--no-diff")
     lines = command.text("report", "run", "--no-diff", "--verify", code=1)
@@ -75,13 +75,13 @@ def test_verify_reads_every_byte(here, command):
 
 
 @pytest.mark.parametrize("name", ["orbax", "w.safetensors", "w.msgpack", "run/100"])
-def test_report_takes_every_format(here, command, name):
+def test_report_supports_every_format(here, command, name):
     lines = command.text("report", name, "-o", "page.html")
     assert lines[-1].startswith("wrote page.html")
     assert command.json("report", name)["total_bytes"] > 0
 
 
-def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
+def test_bad_usage_exits_with_2_and_writes_nothing(here, command, monkeypatch):
     assert "does not exist" in command.refuses("report", "nowhere")
     assert "is not a checkpoint" in command.refuses("report", "notes.txt")
     assert "has no step 7" in command.refuses("report", "run", "-a", 7)
@@ -101,13 +101,13 @@ def test_bad_use_is_2_and_nothing_is_written(here, command, monkeypatch):
     assert not [*here.rglob("*.html")]
 
 
-def test_a_page_among_the_steps_is_written_only_if_that_is_asked_for(here, command):
+def test_writes_page_among_steps_on_request(here, command):
     command("report", "run", "-o", "run/report.html")
     assert command.text("ls", "run")[-1].startswith("3 steps")
     command("report", "run", "-o", "run/report.html")
 
 
-def test_a_run_in_a_store_is_reported(here, command):
+def test_reports_run_in_store(here, command):
     with flaxckpt.Checkpointer("memory://cli-report/run") as run:
         for step in (1, 2):
             run.save(step, {"w": np.full(3, step, np.float32)})

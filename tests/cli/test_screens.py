@@ -70,7 +70,7 @@ def losses(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("policies", [[], POLICIES])
-def test_ls_has_a_line_per_step_and_a_column_per_metric(
+def test_ls_prints_line_per_step_and_column_per_metric(
     losses, terminal, width, policies
 ):
     lines = terminal(width, "ls", "run", *policies)
@@ -89,7 +89,7 @@ def test_ls_has_a_line_per_step_and_a_column_per_metric(
         assert best.split()[0] == str((shown.index(loss) + 1) * 100)
 
 
-def test_ls_gives_each_reason_shortly(losses, terminal):
+def test_ls_abbreviates_reasons(losses, terminal):
     lines = terminal(140, "ls", "run", "-n", "3", *POLICIES)
     assert lines[-2].endswith("  latest, latest 3, every 1000")
     assert lines[-3].endswith("  latest 3")
@@ -99,7 +99,7 @@ def test_ls_gives_each_reason_shortly(losses, terminal):
     assert terminal(140, "ls", "run", *POLICIES)[1].endswith("  to be deleted")
 
 
-def test_ls_of_many_metrics_counts_those_that_do_not_fit(losses, terminal, command):
+def test_ls_counts_metrics_beyond_width(losses, terminal, command):
     long = "eval/loss_on_a_very_long_validation_set"
     with flaxckpt.Checkpointer("many") as run:
         metrics = {f"metric_{n}": n + 0.5 for n in range(50)} | {long: 0.25}
@@ -117,7 +117,7 @@ def test_ls_of_many_metrics_counts_those_that_do_not_fit(losses, terminal, comma
     assert command.json("ls", "many")["steps"][0]["metrics"] == metrics
 
 
-def test_ls_marks_the_best_of_each_ranking(losses, terminal, command):
+def test_ls_marks_best_step_of_each_ranking(losses, terminal, command):
     ranked = ["-k", "best:2:eval/loss:min", "-k", "best:1:eval/accuracy:max"]
     lines = terminal(140, "ls", "run", *ranked)
     [best] = [line for line in lines if line.endswith("  best eval/loss")]
@@ -128,7 +128,7 @@ def test_ls_marks_the_best_of_each_ranking(losses, terminal, command):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_ls_breaks_the_lines_on_damage_between_words(losses, terminal, width):
+def test_ls_wraps_damage_lines_between_words(losses, terminal, width):
     for file in (losses / "run" / "4000" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[:-1])
@@ -141,7 +141,7 @@ def test_ls_breaks_the_lines_on_damage_between_words(losses, terminal, width):
     assert max(map(len, verified)) <= 80
 
 
-def test_sentences_are_broken_between_words(losses, terminal):
+def test_wraps_sentences_to_terminal_width(losses, terminal):
     keep = [LatestN(9), *(BestN(n, "eval/loss", "min") for n in range(1, 9))]
     with flaxckpt.Checkpointer("run", keep=keep) as run:
         run.save(4100, {"w": 1.0}, metrics={"eval/loss": 3.0})
@@ -157,7 +157,7 @@ def test_sentences_are_broken_between_words(losses, terminal):
         assert max(map(len, lines)) <= 60, lines
 
 
-def test_ls_sorts_by_a_metric(losses, terminal, command):
+def test_ls_sorts_by_metric(losses, terminal, command):
     lines = terminal(80, "ls", "run", "--sort", "eval/loss")
     shown = [float(line.split()[5]) for line in lines[1:-1]]
     assert shown == sorted(shown)
@@ -184,7 +184,7 @@ def test_ls_sorts_by_a_metric(losses, terminal, command):
         ([1 / 3, 1 / 3 + 1e-15], ["0.333333333333"] * 2),
     ],
 )
-def test_a_column_has_the_digits_that_tell_its_numbers_apart(
+def test_columns_use_enough_digits_to_distinguish_numbers(
     tmp_path, terminal, values, shown
 ):
     with flaxckpt.Checkpointer(tmp_path) as run:
@@ -199,7 +199,7 @@ def test_a_column_has_the_digits_that_tell_its_numbers_apart(
 # ---- ls --watch --------------------------------------------------------------------
 
 
-def test_ls_watch_prints_a_line_for_each_new_step_until_ctrl_c(tmp_path):
+def test_ls_watch_prints_each_new_step_until_ctrl_c(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             run.save(step, {"w": np.ones(2)}, metrics={"loss": 1 / step}).wait()
@@ -220,7 +220,7 @@ def test_ls_watch_prints_a_line_for_each_new_step_until_ctrl_c(tmp_path):
     assert (watch.returncode, rest, errors) == (0, "", "")
 
 
-def test_ls_watch_redraws_a_terminal(tmp_path):
+def test_ls_watch_redraws_terminal(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run", keep=[LatestN(2)]) as run:
         run.save(1, {"w": np.ones(2)}).wait()
         parent, child = pty.openpty()
@@ -262,7 +262,7 @@ def read_until(terminal, *texts):
     return output
 
 
-def test_ls_watch_prints_no_json(losses, command):
+def test_ls_watch_rejects_json(losses, command):
     assert "leave --json out" in command.refuses("ls", "run", "--watch", "--json")
 
 
@@ -297,9 +297,7 @@ def layered(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_diff_shows_params_before_the_optimizer_and_large_changes_first(
-    layered, terminal, width
-):
+def test_diff_sorts_params_first_and_by_change(layered, terminal, width):
     lines = terminal(width, "diff", "run", "-a", 1, "-b", 2, "--limit", 100, code=1)
     assert all(len(line) <= width for line in lines)
     paths = [line.split()[0] for line in lines[3:-1]]
@@ -312,13 +310,13 @@ def test_diff_shows_params_before_the_optimizer_and_large_changes_first(
     assert norms[0] > 1.5 * norms[-1]
 
 
-def test_diff_shows_as_many_rows_as_it_may(layered, terminal):
+def test_diff_limits_rows(layered, terminal):
     lines = terminal(80, "diff", "run", "-a", 1, "-b", 2, "--limit", 3, code=1)
     assert len(lines) == 3 + 3 + 2
     assert lines[-2] == "… and 72 more: --limit 75 shows all"
 
 
-def test_diff_of_some_leaves_reads_only_these(layered, command):
+def test_diff_reads_only_selected_leaves(layered, command):
     asked = ["diff", "run", "-a", 1, "-b", 2, "--only", "params/.*/attn/.*"]
     found = command.json(*asked, code=1)
     assert len(found["changed"]) + len(found["same"]) == 12
@@ -331,7 +329,7 @@ def test_diff_of_some_leaves_reads_only_these(layered, command):
     )
 
 
-def test_diff_by_subtree_is_as_deep_as_fits(layered, terminal):
+def test_diff_by_subtree_adapts_depth_to_limit(layered, terminal):
     asked = ["diff", "run", "-a", 1, "-b", 2, "--by-subtree"]
     lines = terminal(80, *asked, "--limit", 20, code=1)
     rows = {line.split()[0]: line.split() for line in lines[3:-1]}
@@ -371,7 +369,7 @@ def test_diff_shows_metrics_and_unreadable_leaves(losses, terminal, command, wid
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_plan_folds_layers_that_are_alike(layered, terminal, width):
+def test_plan_folds_similar_layers(layered, terminal, width):
     lines = terminal(width, "plan", "run", "small")
     assert all(len(line) <= width for line in lines[1:])
     attn = "params/layers_{3..11}/attn/kernel"
@@ -380,14 +378,14 @@ def test_plan_folds_layers_that_are_alike(layered, terminal, width):
     assert sum(line.startswith("params/") for line in lines) == 2
 
 
-def test_plan_of_an_equal_state_is_a_line_without_a_table(layered, terminal):
+def test_plan_of_equal_state_prints_no_table(layered, terminal):
     text = "".join(terminal(80, "plan", "run", "run"))
     assert re.search(r" bytes to read.{0,4}The restore would succeed", text)
     assert not set(text) & set("┏━│")
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
+def test_plan_folds_long_cells_without_losing_text(layered, terminal, width):
     flaxckpt.save("large", layered_state(1.0, layers=20))
     lines = terminal(width, "plan", "run", "large", code=1)
     assert all(len(line) <= width for line in lines)
@@ -400,7 +398,7 @@ def test_plan_folds_long_cells_and_loses_nothing(layered, terminal, width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_plan_prints_renames_to_paste_in_one_line(tmp_path, terminal, width):
+def test_plan_prints_pastable_renames_on_one_line(tmp_path, terminal, width):
     long = "the_encoder_of_a_model_with_quite_long_names_of_modules"
     for name, part in (("old", long), ("new", "encoder")):
         params = {part: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
@@ -416,7 +414,7 @@ def test_plan_prints_renames_to_paste_in_one_line(tmp_path, terminal, width):
     assert python.startswith("In Python: Pass transforms=[rename(")
 
 
-def test_plan_keeps_types_whole(tmp_path, terminal):
+def test_plan_does_not_break_types(tmp_path, terminal):
     for name, size in (("old", 1024), ("new", 4096)):
         inner = {"a_long_name_of_a_layer/attention/query": jnp.ones((32, size))}
         flaxckpt.save(tmp_path / name, {f"a_long_name_of_{'x' * 30}": inner})
@@ -440,7 +438,7 @@ def test_plan_breaks_paths_at_slashes(layered):
     assert " from state/" in str(plan)
 
 
-def test_plan_shows_conflicts_first_with_the_nearest_leaf(layered, terminal, command):
+def test_plan_lists_conflicts_first_with_nearest_leaf(layered, terminal, command):
     (layered / "wanted.json").write_text(
         '{"params": {"embed": {"embeding": "float32[8, 4]"}}}'
     )
@@ -469,7 +467,7 @@ def damaged(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal):
+def test_verify_reports_damaged_rows_of_leaf(damaged, terminal):
     lines = terminal(80, "verify", "run", "--all", code=1)
     rows = lines[2].partition(", rows ")[2]
     assert lines[1] == "  1 of 2 leaves cannot be read: params/Dense_0/kernel"
@@ -487,7 +485,7 @@ def test_verify_says_which_rows_of_a_leaf_a_damaged_file_holds(damaged, terminal
     assert lines[2].strip() in str(report)
 
 
-def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
+def test_verify_reports_leaves_in_damaged_database(tmp_path):
     values = np.random.default_rng(0).normal(size=(64, 64))
     flaxckpt.save(tmp_path / "a", {"b": values, "c": values + 1})
     flip_bit(tmp_path / "a/state/d/0.small.0", 300)
@@ -499,7 +497,7 @@ def test_verify_says_which_leaves_a_damaged_database_holds(tmp_path):
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
-def test_diff_cuts_no_number_off(terminal, tmp_path, monkeypatch, width):
+def test_diff_does_not_truncate_numbers(terminal, tmp_path, monkeypatch, width):
     monkeypatch.chdir(tmp_path)
     kernels = np.full((16, 4), 3.0, np.float32), np.ones((16, 6), np.float32)
     for n, kernel in enumerate(kernels, 1):
@@ -518,7 +516,7 @@ def test_diff_cuts_no_number_off(terminal, tmp_path, monkeypatch, width):
 
 
 @pytest.mark.parametrize("width", [120, 80, 40])
-def test_tables_break_no_word_in_the_middle(terminal, monkeypatch, width):
+def test_tables_do_not_break_words(terminal, monkeypatch, width):
     short = Path(tempfile.mkdtemp())  # paths in titles fit in a line
     monkeypatch.chdir(short)
     for n in (1, 2):

@@ -34,7 +34,7 @@ def prune(command, run, *asked):
         lambda path: flaxckpt.convert(path, path.parent / "out"),
     ],
 )
-def test_names_that_end_in_a_number_are_no_steps(models, look):
+def test_names_with_final_number_are_not_steps(models, look):
     with pytest.raises(errors.CheckpointFormatError) as info:
         look(models)
     text = str(info.value)
@@ -57,7 +57,7 @@ def test_names_that_end_in_a_number_are_no_steps(models, look):
     ],
     ids=lambda verb: verb[0],
 )
-def test_verbs_take_no_names_that_end_in_a_number_for_steps(
+def test_verbs_reject_names_with_final_number_as_steps(
     models, command, monkeypatch, verb
 ):
     monkeypatch.chdir(models)
@@ -69,14 +69,14 @@ def test_verbs_take_no_names_that_end_in_a_number_for_steps(
     assert not (models / "model1" / "PINNED").exists()
 
 
-def test_ls_lists_names_that_end_in_a_number_as_checkpoints(models, command):
+def test_ls_lists_names_with_final_number_as_checkpoints(models, command):
     found = command.json("ls", models)
     assert "steps" not in found
     names = [(run["name"], run["is_run"]) for run in found["runs"]]
     assert names == [("model1", False), ("model2", False)]
 
 
-def test_a_number_alone_does_not_make_a_step(models):
+def test_number_alone_does_not_make_step(models):
     with pytest.raises(errors.CheckpointNotFoundError, match="no step 1: it has no st"):
         flaxckpt.load(models, step=1)
     run = flaxckpt.Checkpointer(models, read_only=True)
@@ -84,7 +84,7 @@ def test_a_number_alone_does_not_make_a_step(models):
     assert list(run.new_steps(timeout_secs=0)) == []
 
 
-def test_such_names_are_steps_if_that_is_asked_for(models, command):
+def test_step_format_option_makes_names_steps(models, command):
     (models / "model3").mkdir()
     found = command.json("ls", models, "--step-format", "model{step}")
     assert [step["step"] for step in found["steps"]] == [1, 2]
@@ -104,7 +104,7 @@ def test_such_names_are_steps_if_that_is_asked_for(models, command):
     assert "step_format must" in command.refuses("ls", models, "--step-format", "x")
 
 
-def test_verbs_that_take_one_checkpoint_take_steps_of_a_format(models, command):
+def test_single_checkpoint_verbs_accept_step_format(models, command):
     asked = ["--step-format", "model{step}"]
     found = command.json("show", models, *asked)
     assert found["path"] == str(models / "model2")
@@ -116,7 +116,7 @@ def test_verbs_that_take_one_checkpoint_take_steps_of_a_format(models, command):
     assert flaxckpt.load(models.parent / "out")["n"] == 1
 
 
-def test_names_that_no_format_has_get_no_advice_on_formats(tmp_path, command):
+def test_error_suggests_no_format_for_impossible_names(tmp_path, command):
     flaxckpt.save(tmp_path / "a{b}_1", {"n": 1})
     told = command.refuses("explain", tmp_path)
     assert "pass the path of one" in told
@@ -127,7 +127,7 @@ def test_names_that_no_format_has_get_no_advice_on_formats(tmp_path, command):
 
 
 @pytest.mark.parametrize("template", ["a-{step}", "gen_{step:05d}", "x.y_{step}"])
-def test_a_run_says_how_its_steps_are_called(tmp_path, command, template):
+def test_run_records_its_step_format(tmp_path, command, template):
     with flaxckpt.Checkpointer(tmp_path, step_format=template) as run:
         for step in (9, 10):
             run.save(step, {"n": step})
@@ -144,7 +144,7 @@ def test_a_run_says_how_its_steps_are_called(tmp_path, command, template):
     assert [*listed] == ["10"]
 
 
-def test_names_beside_a_run_are_none_of_its_steps(tmp_path, command):
+def test_run_ignores_other_names_beside_its_steps(tmp_path, command):
     with flaxckpt.Checkpointer(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, {"n": step})
@@ -159,7 +159,7 @@ def test_names_beside_a_run_are_none_of_its_steps(tmp_path, command):
 @pytest.mark.parametrize(
     "options", [{}, {"step_prefix": "step"}, {"step_prefix": "ck"}]
 )
-def test_runs_of_orbax_have_its_standard_names(tmp_path, command, options):
+def test_finds_steps_with_standard_orbax_names(tmp_path, command, options):
     options["step_format_fixed_length"] = 6
     with ocp.CheckpointManager(
         tmp_path, options=ocp.CheckpointManagerOptions(**options)
@@ -176,7 +176,7 @@ def test_runs_of_orbax_have_its_standard_names(tmp_path, command, options):
     assert prune(command, tmp_path, *asked) == [1]
 
 
-def test_files_are_steps_under_a_format_that_is_given(tmp_path, command):
+def test_step_format_option_makes_files_steps(tmp_path, command):
     for step in (7, 8):
         file = tmp_path / f"export_{step}.msgpack"
         file.write_bytes(serialization.to_bytes({"step": step}))
@@ -186,7 +186,7 @@ def test_files_are_steps_under_a_format_that_is_given(tmp_path, command):
     assert "not directories" in command.refuses("pin", tmp_path, 7, *asked)
 
 
-def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
+def test_ignores_damage_of_names_outside_run(models):
     (models / "model2" / "flaxckpt.json").write_text("{")
     flaxckpt.save(models / "3", {"n": 3})
     run = flaxckpt.Checkpointer(models, read_only=True)
@@ -194,7 +194,7 @@ def test_damage_of_a_name_that_is_no_steps_is_not_told(models):
 
 
 @pytest.mark.parametrize("names", [("exp1", "exp2"), ("1", "2"), ("a", "b")])
-def test_a_folder_of_runs_says_so(tmp_path, command, names):
+def test_reports_directory_of_runs(tmp_path, command, names):
     for name in names:
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             run.save(1, {"n": 1})

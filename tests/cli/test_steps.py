@@ -33,7 +33,7 @@ WORDS = {"latest": 300, "best": 200, "best:loss": 200, "best:acc:min": 100, "100
 
 
 @pytest.mark.parametrize(("word", "step"), WORDS.items())
-def test_every_verb_takes_words_for_steps(ranked, command, word, step):
+def test_every_verb_accepts_words_for_steps(ranked, command, word, step):
     for args in (["show", "ranked", word], ["show", "ranked", "--step", word]):
         assert command.json(*args)["step"] == step
     assert command.text("show", "ranked", word, "w")[0].startswith("w: ")
@@ -63,7 +63,7 @@ def test_every_verb_takes_words_for_steps(ranked, command, word, step):
     assert found["path"].endswith("/ranked")
 
 
-def test_best_leaves_damaged_steps_out(ranked, command):
+def test_best_excludes_damaged_steps(ranked, command):
     file = largest_file(ranked / "ranked" / "200")
     file.write_bytes(file.read_bytes()[:-1])
     assert command.json("show", "ranked", "best")["step"] == 300
@@ -86,16 +86,14 @@ def test_best_leaves_damaged_steps_out(ranked, command):
         ),
     ],
 )
-def test_a_best_step_that_is_unknown_is_refused(
-    tmp_path, monkeypatch, command, keep, word, said
-):
+def test_rejects_unknown_best_step(tmp_path, monkeypatch, command, keep, word, said):
     monkeypatch.chdir(tmp_path)
     save("run", {1: 1.0, 2: 2.0}, [LatestN(9), *keep])
     for args in (["show", "run", word], ["pin", "run", word], ["diff", "run", word]):
         assert said in command.refuses(*args)
 
 
-def test_refusal_of_a_bad_step_lists_the_valid_forms(ranked, command):
+def test_error_for_invalid_step_lists_valid_forms(ranked, command):
     for args in (
         ["verify", "ranked", "foo"],
         ["show", "ranked", "--step", "-1"],
@@ -108,7 +106,7 @@ def test_refusal_of_a_bad_step_lists_the_valid_forms(ranked, command):
 
 
 @pytest.mark.parametrize("word", ["best", "latest", "3"])
-def test_a_single_checkpoint_has_no_steps(ranked, command, word):
+def test_rejects_steps_of_single_checkpoint(ranked, command, word):
     said = command.refuses("show", "ranked/100", word)
     assert " checkpoint" in said
     assert "neither" not in said
@@ -118,7 +116,7 @@ def test_a_single_checkpoint_has_no_steps(ranked, command, word):
     )
 
 
-def test_a_leaf_comes_before_a_step_of_the_same_name(tmp_path, monkeypatch, command):
+def test_leaf_takes_precedence_over_step_of_same_name(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     with flaxckpt.Checkpointer("run") as run:
         for step in (0, 1, 2):
@@ -130,7 +128,7 @@ def test_a_leaf_comes_before_a_step_of_the_same_name(tmp_path, monkeypatch, comm
     assert "nowhere is not a step" in command.refuses("show", "run", "nowhere", "0/w")
 
 
-def test_the_nearest_steps_are_named(tmp_path, monkeypatch, command):
+def test_error_names_nearest_steps(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     save("run", dict.fromkeys(range(10, 200, 10), 1.0))
     said = "has no step 91: it has 19 steps, the nearest 80, 90, 100, 110"
@@ -148,7 +146,7 @@ def test_the_nearest_steps_are_named(tmp_path, monkeypatch, command):
                 call(91)
 
 
-def test_every_verb_says_that_a_path_is_missing(ranked, command):
+def test_every_verb_reports_missing_path(ranked, command):
     for args in (
         ["ls", "nowhere"],
         ["show", "nowhere"],
@@ -173,7 +171,7 @@ def test_every_verb_says_that_a_path_is_missing(ranked, command):
     assert "did you mean" in command.refuses("show", "ranket")
 
 
-def test_a_run_without_steps_says_so(tmp_path, monkeypatch, command):
+def test_reports_run_without_steps(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with flaxckpt.Checkpointer("begun", metadata={"note": 1}) as run:
@@ -185,7 +183,7 @@ def test_a_run_without_steps_says_so(tmp_path, monkeypatch, command):
             assert "supported format" not in said
 
 
-def test_errors_name_the_options_of_the_command(ranked, command):
+def test_errors_name_command_line_options(ranked, command):
     command("convert", "ranked", "out")
     said = command.refuses("convert", "ranked", "out")
     assert "pass --overwrite" in said
@@ -201,20 +199,20 @@ def test_errors_name_the_options_of_the_command(ranked, command):
 
 
 @pytest.mark.parametrize("name", ["out.foo", "out.ckpt", "model.v2"])
-def test_convert_refuses_a_suffix_that_it_does_not_know(ranked, name):
+def test_convert_rejects_unknown_suffix(ranked, name):
     with pytest.raises(flaxckpt.errors.OptionError, match="names no format"):
         flaxckpt.convert("ranked", name)
     flaxckpt.convert("ranked", name, format="orbax")
     assert jax.tree.leaves(flaxckpt.load(name))
 
 
-def test_parts_of_names_are_no_suffixes(ranked):
+def test_convert_ignores_dots_within_names(ranked):
     for name in ("step_1.5", "Llama-3.2-1B"):
         flaxckpt.convert("ranked", name)
         assert jax.tree.leaves(flaxckpt.load(name))
 
 
-def test_ls_lists_a_directory_of_runs(tmp_path, monkeypatch, command):
+def test_ls_lists_directory_of_runs(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     save("runs/a", {1: 3.0, 2: 1.0, 3: 2.0}, [LatestN(9), BestN(1, "loss", "min")])
     save("runs/deep/b", {7: 1.0})

@@ -21,7 +21,7 @@ def url():
     return found
 
 
-def test_looking(url, command):
+def test_read_only_verbs_support_stores(url, command):
     lines = command.text("ls", url)
     assert lines[-1] == "3 steps, flaxckpt"
     assert [step["bytes"] for step in command.json("ls", url)["steps"]] == [None] * 3
@@ -35,7 +35,7 @@ def test_looking(url, command):
     assert "object stores do not report the sizes of files" in lines
 
 
-def test_changing(url, command, tmp_path):
+def test_modifying_verbs_support_stores(url, command, tmp_path):
     command("pin", url, 1)
     found = command.json("prune", url, "-k", "latest:1", "--yes")
     assert (found["deleted"], found["bytes"]) == ([2], None)
@@ -46,14 +46,14 @@ def test_changing(url, command, tmp_path):
     assert flaxckpt.load(tmp_path / "out.safetensors")["w"].shape == (4, 3)
 
 
-def test_doctor_tries_out_a_bucket_and_leaves_nothing_in_it(url, command):
+def test_doctor_checks_bucket_and_leaves_nothing_behind(url, command):
     found = command.json("doctor", f"{url}-new", "--max-mb", 1)
     assert found["ok"]
     assert (found["file_system"], found["features"]) == ("object store", {})
     assert "does not exist" in command.refuses("ls", f"{url}-new")
 
 
-def test_commands_refuse_missing_runs_in_stores(command):
+def test_commands_reject_missing_runs_in_stores(command):
     nowhere = f"memory://cli/{next(counter)}"
     assert "does not exist" in command.refuses("ls", nowhere)
     assert "does not exist" in command.refuses("pin", nowhere, 1)

@@ -13,7 +13,7 @@ from flaxckpt.cli import top
 from flaxckpt.policies import BestN, LatestN
 
 
-def test_a_healthy_run_is_shown_once_without_a_terminal(here, command):
+def test_shows_healthy_run_once_without_terminal(here, command):
     lines = command.text("top", "run")
     assert lines[0] == "run  ● Healthy, last 2 at step 300 (loss)."
     shown = dict(line.split(maxsplit=1) for line in lines[1:])
@@ -25,7 +25,7 @@ def test_a_healthy_run_is_shown_once_without_a_terminal(here, command):
     assert (document["newest"], document["next_step"]) == (300, 400)
 
 
-def test_a_run_that_diverged_is_a_finding(here, command):
+def test_reports_diverged_run(here, command):
     with flaxckpt.Checkpointer("bad", keep=[LatestN(9), BestN(1, "l", "min")]) as run:
         for step, loss in ((1, 0.5), (2, np.nan)):
             run.save(step, {"w": np.ones(2)}, metrics={"l": loss})
@@ -34,7 +34,7 @@ def test_a_run_that_diverged_is_a_finding(here, command):
     assert not command.json("top", "bad", code=1)["ok"]
 
 
-def test_what_is_no_run_is_refused(here, command):
+def test_rejects_single_checkpoint(here, command):
     assert "pass a run directory" in command.refuses("top", "run/100")
     assert "○ No steps yet." in command.text("top", "empty")[0]
 
@@ -43,7 +43,7 @@ def points(values):
     return [MetricValue(n, value, True, None) for n, value in enumerate(values)]
 
 
-def test_curves_are_characters():
+def test_draws_curves_with_characters():
     assert top.curve(points([0.0, 1.0, math.nan, 0.5])) == "▁█!▅  0 → 0.5"
     assert top.curve(points([2.0, 2.0])) == "▁▁  2 → 2"
     assert top.curve([]) == ""
@@ -52,7 +52,7 @@ def test_curves_are_characters():
     assert drawn == "".join(sorted(drawn)), "the values grow, and so do the characters"
 
 
-def test_the_next_save_is_due_by_the_intervals_before(here):
+def test_predicts_next_save_from_previous_intervals(here):
     report = _report.gather("run", _report.ReportOptions(diff=False))
     now = time.time()
     saves = tuple(

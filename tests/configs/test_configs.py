@@ -122,7 +122,7 @@ NO_DATA = {
     [flaxckpt.Checkpointer, flaxckpt.CheckpointCallback],
     ids=lambda c: c.__name__,
 )
-def test_every_option_that_is_data_is_in_the_config(cls):
+def test_config_contains_every_data_option(cls):
     options = inspect.signature(cls).parameters
     assert options.keys() - NO_DATA <= set(CheckpointConfig.__slots__)
     config = CheckpointConfig()
@@ -134,7 +134,7 @@ def test_every_option_that_is_data_is_in_the_config(cls):
             assert getattr(config, name) == option.default, name
 
 
-def test_every_field_of_a_layout_is_an_option():
+def test_every_layout_field_is_option():
     found = CheckpointConfig.from_mapping({"layout": {"zarr_version": 2}}).layout
     assert found == flaxckpt.ArrayLayout(zarr_version=2)
     with pytest.raises(errors.OptionError) as error:
@@ -143,7 +143,7 @@ def test_every_field_of_a_layout_is_an_option():
         assert name in str(error.value)
 
 
-def test_each_policy_has_a_name_in_files():
+def test_each_policy_has_name_in_files():
     examples = [form.example for form in _policy_forms.FORMS.values()]
     keep = [configs.parse_option("keep[0]", example) for example in examples]
     written = CheckpointConfig(keep=keep).to_mapping()["keep"]
@@ -167,7 +167,7 @@ def test_the_guide_lists_every_policy_and_its_forms():
         assert CheckpointConfig.from_mapping(raw).keep == (policy,), name
 
 
-def test_the_document_shows_every_option():
+def test_documentation_shows_every_option():
     document = ROOT / "docs/configuration.md"
     blocks = re.findall(r"```toml\n(.*?)```", document.read_text("utf-8"), re.DOTALL)
     shown = {
@@ -182,7 +182,7 @@ def test_the_document_shows_every_option():
 # ---- files -----------------------------------------------------------------------
 
 
-def test_the_same_in_toml_yaml_json_and_python_is_equal(tmp_path):
+def test_toml_yaml_json_and_python_configs_are_equal(tmp_path):
     (tmp_path / "a.toml").write_text(FULL)
     mapping = CheckpointConfig.from_file(tmp_path / "a.toml").to_mapping()
     (tmp_path / "b.yaml").write_text(yaml.safe_dump(mapping))
@@ -255,7 +255,7 @@ def test_mapping_round_trips_through_json_and_yaml(config):
     )
 
 
-def test_nothing_said_is_nothing_written():
+def test_default_config_writes_nothing():
     assert CheckpointConfig.from_mapping({}) == CheckpointConfig()
     assert CheckpointConfig().to_mapping() == {}
 
@@ -263,7 +263,7 @@ def test_nothing_said_is_nothing_written():
 @pytest.mark.parametrize(
     ("kind", "policy"), [(ConfigDict, {"latest": 2}), (FrozenConfigDict, LatestN(2))]
 )
-def test_config_dicts_are_read(kind, policy):
+def test_reads_config_dicts(kind, policy):
     group = {"every_steps": 5, "layout": {"codec": "zstd"}, "keep": [policy]}
     whole = kind({"checkpoint": group, "directory": "run"})
     config = CheckpointConfig.from_mapping(whole.checkpoint)
@@ -272,7 +272,7 @@ def test_config_dicts_are_read(kind, policy):
     assert config.keep == (LatestN(2),)
 
 
-def test_references_in_a_config_dict_are_followed():
+def test_follows_references_in_config_dict():
     whole = ConfigDict({"every": 5})
     whole.checkpoint = ConfigDict({"every_steps": whole.get_ref("every")})
     whole.every = 7
@@ -340,7 +340,7 @@ def test_references_in_a_config_dict_are_followed():
         ([1], "the config must be a table"),
     ],
 )
-def test_error_names_the_invalid_option(mapping, message):
+def test_error_names_invalid_option(mapping, message):
     with pytest.raises(errors.OptionError, match=message):
         CheckpointConfig.from_mapping(mapping)
 
@@ -357,14 +357,14 @@ def test_error_names_the_invalid_option(mapping, message):
         ("a.json", None, "a.json cannot be read: "),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, message):
+def test_error_names_unusable_file(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(errors.OptionError, match=message):
         CheckpointConfig.from_file(tmp_path / name, group="run.ckpt")
 
 
-def test_a_policy_of_ones_own_is_used_and_not_written(tmp_path):
+def test_custom_policy_is_used_but_not_written(tmp_path):
     class Primes:
         def preserved(self, checkpoints):
             return {2, 3}
@@ -385,7 +385,7 @@ def test_a_policy_of_ones_own_is_used_and_not_written(tmp_path):
 # ---- behavior --------------------------------------------------------------------
 
 
-def test_a_run_behaves_as_its_config_says(tmp_path):
+def test_run_follows_its_config(tmp_path):
     config = CheckpointConfig.from_mapping(
         {
             "directory": str(tmp_path),
@@ -410,7 +410,7 @@ def test_a_run_behaves_as_its_config_says(tmp_path):
     assert "w/.zarray" in chunks.read_tree(tmp_path / "step_6/state")
 
 
-def test_options_of_the_call_come_before_those_of_the_config(tmp_path):
+def test_call_options_override_config(tmp_path):
     config = CheckpointConfig(keep=[LatestN(1)], every_steps=1)
     with pytest.raises(errors.OptionError, match="has no directory"):
         config.checkpointer()
@@ -421,7 +421,7 @@ def test_options_of_the_call_come_before_those_of_the_config(tmp_path):
     assert checkpointer.steps() == [6, 8]
 
 
-def test_transforms_of_the_call_come_before_the_casts_of_the_config(tmp_path):
+def test_call_transforms_precede_config_casts(tmp_path):
     config = CheckpointConfig(save_dtype=[Cast("b", "float16")])
     with config.checkpointer(
         tmp_path, transforms=[flaxckpt.transforms.rename("a", "b")]

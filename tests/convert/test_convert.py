@@ -76,7 +76,7 @@ def state():
     }
 
 
-def test_arrays_without_values_are_converted(tmp_path):
+def test_converts_arrays_without_values(tmp_path):
     state = {"x": np.zeros((0, 4))}
     flaxckpt.save(tmp_path / "a", state)
     flaxckpt.convert(tmp_path / "a", tmp_path / "b")
@@ -121,7 +121,7 @@ def test_orbax_to_safetensors_and_back_is_exact(
     assert flaxckpt.metadata(back).format == "flaxckpt"
 
 
-def test_safetensors_library_reads_the_converted_file(source, tmp_path):
+def test_safetensors_library_reads_converted_file(source, tmp_path):
     flaxckpt.convert(source, tmp_path / "m.safetensors", format="safetensors")
     found = safetensors.load_file(tmp_path / "m.safetensors")
     wanted = {
@@ -137,7 +137,7 @@ def test_safetensors_library_reads_the_converted_file(source, tmp_path):
     assert bias.view(np.uint16).tobytes() == np.asarray(params["bias"]).tobytes()
 
 
-def test_shards_are_as_others_write_them(source, tmp_path):
+def test_shards_follow_huggingface_layout(source, tmp_path):
     flaxckpt.convert(
         source, tmp_path / "m", format="safetensors", max_shard_bytes=20_000
     )
@@ -156,12 +156,12 @@ def test_shards_are_as_others_write_them(source, tmp_path):
     assert index["metadata"]["total_size"] == total
 
 
-def test_a_small_directory_has_one_file_and_no_index(source, tmp_path):
+def test_small_directory_has_one_file_and_no_index(source, tmp_path):
     flaxckpt.convert(source, tmp_path / "m", format="safetensors")
     assert [p.name for p in (tmp_path / "m").iterdir()] == ["model.safetensors"]
 
 
-def test_bytes_are_always_the_same_and_aligned(source, tmp_path):
+def test_bytes_are_deterministic_and_aligned(source, tmp_path):
     for name, limit in (("one", 2**30), ("two", 4096)):
         flaxckpt.convert(
             source,
@@ -178,7 +178,7 @@ def test_bytes_are_always_the_same_and_aligned(source, tmp_path):
     }
 
 
-def test_layouts_make_no_difference_to_safetensors(tmp_path):
+def test_safetensors_do_not_depend_on_source_layout(tmp_path):
     contents = set()
     for name, layout in LAYOUTS.items():
         flaxckpt.save(tmp_path / name, state(), layout=layout)
@@ -191,7 +191,7 @@ def test_layouts_make_no_difference_to_safetensors(tmp_path):
     assert len(contents) == 1
 
 
-def test_a_real_model_goes_to_orbax_and_back(tmp_path):
+def test_real_model_converts_to_orbax_and_back(tmp_path):
     silero = GOLDEN / "safetensors" / "silero_vad_16k.safetensors"
     flaxckpt.convert(silero, tmp_path / "orbax")
     wanted = safetensors.load_file(silero)
@@ -207,7 +207,7 @@ def test_a_real_model_goes_to_orbax_and_back(tmp_path):
         strategies.assert_same_bits(array, again[name], name)
 
 
-def test_golden_files_of_ours_come_back():
+def test_reads_own_golden_files():
     runs = sorted((GOLDEN / "safetensors").glob("ours-*"))
     assert runs
     for run in runs:
@@ -217,7 +217,7 @@ def test_golden_files_of_ours_come_back():
         assert flaxckpt.metadata(run).custom == make_flaxckpt.METADATA
 
 
-def test_types_that_safetensors_lacks_are_all_named(tmp_path):
+def test_error_names_all_dtypes_missing_in_safetensors(tmp_path):
     tree = {
         "a": jnp.zeros(2, jnp.int4),
         "b": np.zeros(2, np.complex128),
@@ -239,7 +239,7 @@ def test_types_that_safetensors_lacks_are_all_named(tmp_path):
     assert flaxckpt.load(tmp_path / "m")["c"].dtype == np.float16
 
 
-def test_names_that_collide_are_all_named(tmp_path):
+def test_error_names_all_colliding_names(tmp_path):
     tree = {"a": {"b": np.zeros(1)}, "a.b": np.ones(1), "__metadata__": np.ones(1)}
     source = tmp_path / "source"
     source.write_bytes(serialization.msgpack_serialize(tree))
@@ -261,7 +261,7 @@ def test_names_that_collide_are_all_named(tmp_path):
 @pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("limit", [2**30, 2000])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_holds_the_same(source, tmp_path, layout, limit, store):
+def test_every_layout_holds_same_values(source, tmp_path, layout, limit, store):
     flaxckpt.convert(
         source,
         tmp_path / "c",
@@ -280,7 +280,7 @@ def test_every_layout_holds_the_same(source, tmp_path, layout, limit, store):
 @pytest.mark.parametrize(
     "reader", ["v0_pytree", "v0_standard_target", "v1_load_target"]
 )
-def test_stock_orbax_reads_the_converted_checkpoint(tmp_path, layout, reader):
+def test_stock_orbax_reads_converted_checkpoint(tmp_path, layout, reader):
     wanted = {"train": train(), "dropout": jax.random.key(5), "step": 7, "none": None}
     flaxckpt.save(tmp_path / "source", wanted)
     flaxckpt.convert(
@@ -334,7 +334,7 @@ def test_json_items_come_along(tmp_path):
     assert flaxckpt.metadata(tmp_path / "c").json == {"extra": {"a": 1}}
 
 
-def test_everything_beside_the_state_comes_along(tmp_path):
+def test_convert_keeps_metadata_metrics_and_dataset(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         batches = flaxckpt.datasets.StepIndexed(lambda i: i)
         next(batches)
@@ -403,7 +403,7 @@ def test_transforms_change_names_shapes_and_types(tmp_path, format_name, limit):
         strategies.assert_same_bits(layer["w"].astype(jnp.bfloat16), again[name]["w"])
 
 
-def test_remaining_leaves_keep_their_classes_after_a_drop(source, tmp_path):
+def test_drop_keeps_classes_of_remaining_leaves(source, tmp_path):
     """A leaf that is dropped takes the class of its own container with it only."""
     drop = [transforms.drop("dropout"), transforms.drop("best")]
     for format_name in ("orbax", "safetensors"):
@@ -417,7 +417,7 @@ def test_remaining_leaves_keep_their_classes_after_a_drop(source, tmp_path):
             strategies.assert_same_state(wanted[name], found[name])
 
 
-def test_lists_with_holes_are_dicts_and_containers_without_leaves_go(tmp_path):
+def test_lists_with_holes_become_dicts_and_empty_containers_vanish(tmp_path):
     tree = {
         "l": [1, 2, 3],
         "t": (4, {"x": 5}),
@@ -436,14 +436,14 @@ def test_lists_with_holes_are_dicts_and_containers_without_leaves_go(tmp_path):
         assert checkpointer.restore(tmp_path / "orbax" / "state") == wanted
 
 
-def test_a_leaf_with_an_empty_key_stays(tmp_path):
+def test_keeps_leaf_with_empty_key(tmp_path):
     flaxckpt.save(tmp_path / "c", {"": 1, "b": {"": 2, "c": 3}})
     drop = [transforms.drop("b/c")]
     flaxckpt.convert(tmp_path / "c", tmp_path / "d", transforms=drop)
     assert flaxckpt.load(tmp_path / "d") == {"": 1, "b": {"": 2}}
 
 
-def test_lists_are_in_order_wherever_their_items_came_from(tmp_path):
+def test_keeps_list_order_after_renames(tmp_path):
     flaxckpt.save(tmp_path / "c", {"l": [10, 11, 12], "m": [20, 21]})
     swap = [
         transforms.rename("l/0", "l/9"),
@@ -458,7 +458,7 @@ def test_lists_are_in_order_wherever_their_items_came_from(tmp_path):
         assert checkpointer.restore(tmp_path / "d" / "state") == wanted
 
 
-def test_empty_containers_that_are_moved_are_the_same(source, tmp_path):
+def test_moved_empty_containers_keep_their_class(source, tmp_path):
     moved = [transforms.rename("train/(.*)", r"model/\1")]
     flaxckpt.convert(source, tmp_path / "c", transforms=moved)
     clip = flaxckpt.load(tmp_path / "c")["model"]["opt_state"][0]
@@ -466,7 +466,7 @@ def test_empty_containers_that_are_moved_are_the_same(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["c", "c.safetensors"])
-def test_a_file_without_tensors_is_an_empty_dict(tmp_path, name):
+def test_file_without_tensors_becomes_empty_dict(tmp_path, name):
     safetensors.save_file({}, tmp_path / "empty.safetensors")
     flaxckpt.convert(tmp_path / "empty.safetensors", tmp_path / name)
     assert flaxckpt.load(tmp_path / name) == {}
@@ -497,7 +497,7 @@ def flax_state():
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("max_bytes", [2**30, 1000, 10])
 @pytest.mark.parametrize("limit", [2**30, 10_000])
-def test_msgpack_equals_the_bytes_of_flax(tmp_path, monkeypatch, max_bytes, limit):
+def test_msgpack_bytes_equal_those_of_flax(tmp_path, monkeypatch, max_bytes, limit):
     wanted = flax_state()
     flaxckpt.save(tmp_path / "c", wanted)
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", max_bytes)
@@ -516,7 +516,7 @@ def test_msgpack_equals_the_bytes_of_flax(tmp_path, monkeypatch, max_bytes, limi
     )
 
 
-def test_a_key_becomes_msgpack(tmp_path):
+def test_converts_key_to_msgpack(tmp_path):
     key = jax.random.key(3)
     flaxckpt.save(tmp_path / "b", {"key": key})
     flaxckpt.convert(tmp_path / "b", tmp_path / "b.msgpack", format="msgpack")
@@ -535,7 +535,7 @@ def without_complex128(tree):
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(strategies.trees.filter(without_complex128), st.sampled_from([2**30, 30]))
-def test_any_tree_goes_through_all_formats(tmp_path_factory, tree, limit):
+def test_any_tree_round_trips_through_all_formats(tmp_path_factory, tree, limit):
     root = tmp_path_factory.mktemp("any")
     try:
         flaxckpt.save(root / "a", tree)
@@ -686,7 +686,7 @@ def test_another_conversion_starts_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_source_that_has_changed_starts_over(tmp_path):
+def test_changed_source_starts_over(tmp_path):
     source, target = big_source(tmp_path), tmp_path / "m.safetensors"
     kill_halfway(source, target, "safetensors", {})
     changed = jax.tree.map(
@@ -699,7 +699,7 @@ def test_a_source_that_has_changed_starts_over(tmp_path):
 
 @pytest.mark.parametrize("fault", ["write", "finish"])
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_conversion_resumes_after_an_error(tmp_path, monkeypatch, format_name, fault):
+def test_conversion_resumes_after_error(tmp_path, monkeypatch, format_name, fault):
     source, target = big_source(tmp_path), tmp_path / "new"
     temporary = target.with_name("new" + TEMPORARY)
     options = {"format": format_name, "max_concurrent_bytes": 2**17}
@@ -746,7 +746,7 @@ def test_moved_result_is_converted_again(tmp_path, monkeypatch, format_name):
         assert_equal(source, target)
 
 
-def test_two_at_once_are_refused(source, tmp_path):
+def test_rejects_concurrent_conversions(source, tmp_path):
     target = tmp_path / "m.safetensors"
 
     def again(done, total):
@@ -760,7 +760,7 @@ def test_two_at_once_are_refused(source, tmp_path):
 
 
 @pytest.mark.parametrize("store", ["database", "directories"])
-def test_a_damaged_source_is_refused(tmp_path, store):
+def test_rejects_damaged_source(tmp_path, store):
     source = big_source(tmp_path)
     if store == "directories":
         old_stores.make_directories(source)
@@ -776,7 +776,7 @@ def test_a_damaged_source_is_refused(tmp_path, store):
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_progress_reaches_the_end(source, tmp_path, capsys):
+def test_progress_reaches_end(source, tmp_path, capsys):
     seen = []
     flaxckpt.convert(
         source,
@@ -791,7 +791,7 @@ def test_progress_reaches_the_end(source, tmp_path, capsys):
     assert "100%" in capsys.readouterr().out
 
 
-def test_pieces_keep_to_the_limit(source, tmp_path, monkeypatch):
+def test_pieces_stay_within_memory_limit(source, tmp_path, monkeypatch):
     sizes = []
     original = seams.current("blockwise.read")
 
@@ -827,7 +827,7 @@ def test_convert_replaces_targets_only_with_overwrite(source, tmp_path):
     assert not list(tmp_path.glob("*tmp*"))
 
 
-def test_a_file_and_a_directory_replace_each_other(source, tmp_path):
+def test_file_and_directory_replace_each_other(source, tmp_path):
     target = tmp_path / "x"
     flaxckpt.convert(source, target)
     flaxckpt.convert(source, target, format="msgpack", overwrite=True)
@@ -836,7 +836,7 @@ def test_a_file_and_a_directory_replace_each_other(source, tmp_path):
     assert_equal(source, target)
 
 
-def test_arguments_that_make_no_sense_are_refused(source, tmp_path):
+def test_rejects_invalid_arguments(source, tmp_path):
     with pytest.raises(errors.OptionError, match="format"):
         flaxckpt.convert(source, tmp_path / "x", format="pickle")
     with pytest.raises(errors.OptionError, match="whole number of at least 1"):
@@ -852,7 +852,7 @@ def test_arguments_that_make_no_sense_are_refused(source, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_conversion_is_no_step_of_a_run(tmp_path):
+def test_unfinished_conversion_is_not_step_of_run(tmp_path):
     source = big_source(tmp_path)
     temporary = kill_halfway(source, tmp_path / "run" / "7", "orbax", {})
     assert temporary.is_dir()

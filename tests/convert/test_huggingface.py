@@ -103,7 +103,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_model_comes_back_bit_for_bit(tmp_path, source, kind):
+def test_model_round_trips_bit_for_bit(tmp_path, source, kind):
     with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(5, STATES[kind](loaded(source)))
     result = flaxckpt.export_huggingface(
@@ -121,7 +121,7 @@ def test_a_model_comes_back_bit_for_bit(tmp_path, source, kind):
     assert header["__metadata__"] == {"format": "pt"}
 
 
-def test_states_of_nnx_and_of_orbax_come_back(tmp_path, source):
+def test_exports_nnx_and_orbax_states(tmp_path, source):
     ocp = pytest.importorskip("orbax.checkpoint")
 
     class Model(nnx.Module):
@@ -153,7 +153,7 @@ def test_states_of_nnx_and_of_orbax_come_back(tmp_path, source):
     assert_published(tmp_path / "out", arrays)
 
 
-def test_scanned_layers_come_back_apart(tmp_path, source):
+def test_scanned_layers_are_unstacked(tmp_path, source):
     names = [*linen_map(), stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")]
     flaxckpt.save(tmp_path / "x", flaxckpt.load(source, transforms=names))
     assert flaxckpt.metadata(tmp_path / "x").leaves[
@@ -165,7 +165,7 @@ def test_scanned_layers_come_back_apart(tmp_path, source):
     assert_published(tmp_path / "out")
 
 
-def test_many_arrays_take_shards_with_an_index(tmp_path, source):
+def test_splits_many_arrays_into_shards_with_index(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     flaxckpt.export_huggingface(
         tmp_path / "x",
@@ -190,7 +190,7 @@ def test_many_arrays_take_shards_with_an_index(tmp_path, source):
     jax.tree.map(np.testing.assert_array_equal, leaves["params"], loaded(source))
 
 
-def test_a_dtype_casts_floats_and_is_in_the_config(tmp_path, source):
+def test_dtype_casts_floats_and_updates_config(tmp_path, source):
     params = {"params": loaded(source), "ids": jnp.arange(3)}
     flaxckpt.save(tmp_path / "x", params)
     names = [*linen_map(), rename("position_ids", "ids")]
@@ -212,7 +212,7 @@ def test_a_dtype_casts_floats_and_is_in_the_config(tmp_path, source):
     }
 
 
-def test_dropped_and_cast_leaves_of_a_map_do_not_return(tmp_path, source):
+def test_leaves_dropped_or_cast_by_map_stay_so(tmp_path, source):
     names = [drop("norm/.*"), cast(".*", "bfloat16"), *linen_map()]
     del names[3]
     flaxckpt.save(tmp_path / "x", flaxckpt.load(source, transforms=names))
@@ -224,7 +224,7 @@ def test_dropped_and_cast_leaves_of_a_map_do_not_return(tmp_path, source):
     assert_published(tmp_path / "out", wanted)
 
 
-def test_names_with_dots_and_an_empty_map_stay(tmp_path):
+def test_keeps_dotted_names_with_empty_map(tmp_path):
     arrays = {"a.b": np.ones(2, np.float32), "a": np.zeros(3, np.float32)}
     safetensors.save_file(arrays, tmp_path / "x.safetensors")
     flaxckpt.export_huggingface(
@@ -239,7 +239,7 @@ class Config:
 
 
 @pytest.mark.parametrize("kind", ["dict", "file", "directory", "object", "hub", "none"])
-def test_a_config_comes_from_anywhere(tmp_path, source, caplog, kind):
+def test_accepts_config_from_any_source(tmp_path, source, caplog, kind):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     files = {"config.json": source / "config.json"}
     config = {
@@ -272,7 +272,7 @@ def refuse(tmp_path, error=errors.OptionError, match="", **options):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_map_that_does_not_fit_is_refused(tmp_path, source):
+def test_rejects_unfit_map(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source), "step": 1})
     refuse(tmp_path, match="matches no leaf", map=linen_map(prefix="model/"))
     refuse(tmp_path, match="no names for leaves in params", map=linen_map()[1:])
@@ -283,7 +283,7 @@ def test_a_map_that_does_not_fit_is_refused(tmp_path, source):
     refuse(tmp_path, match="map must be a list", map=linen_map()[0])
 
 
-def test_a_leaf_that_the_map_lacks_can_be_dropped(tmp_path, source, caplog):
+def test_transforms_can_drop_leaf_missing_from_map(tmp_path, source, caplog):
     params = {**loaded(source), "new_head": jnp.ones(2)}
     flaxckpt.save(tmp_path / "x", {"params": params, "ema": {"w": jnp.ones(1)}})
     refuse(tmp_path, match="params/new_head: float32")
@@ -299,7 +299,7 @@ def test_a_leaf_that_the_map_lacks_can_be_dropped(tmp_path, source, caplog):
     assert_published(tmp_path / "out")
 
 
-def test_configs_that_are_none_are_refused(tmp_path, source):
+def test_rejects_invalid_configs(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "broken.json").write_text("{")
@@ -317,7 +317,7 @@ def test_configs_that_are_none_are_refused(tmp_path, source):
     refuse(tmp_path, match="not a directory", tokenizer=source / "config.json")
 
 
-def test_files_that_are_links_elsewhere_are_not_copied(tmp_path, source):
+def test_does_not_copy_files_linked_from_elsewhere(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     (tmp_path / "secret").write_text("{}")
     for name, option in (("tokenizer.json", "tokenizer"), ("config.json", "config")):
@@ -331,7 +331,7 @@ def test_files_that_are_links_elsewhere_are_not_copied(tmp_path, source):
         )
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path, source):
+def test_pipe_in_place_of_file_does_not_block(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     (source / "tokenizer.json").unlink()
     os.mkfifo(source / "tokenizer.json")
@@ -341,7 +341,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path, source):
     refuse(tmp_path, errors.CheckpointNotFoundError, "no config", config=source)
 
 
-def test_an_export_is_replaced_only_with_all_of_its_files(tmp_path, source):
+def test_overwrite_requires_replacing_all_export_files(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
 
     def export(**options):
@@ -361,7 +361,7 @@ def test_an_export_is_replaced_only_with_all_of_its_files(tmp_path, source):
     assert len(list((tmp_path / "out").glob("*.safetensors*"))) == 1
 
 
-def test_a_name_of_a_file_is_refused(tmp_path, source):
+def test_rejects_target_named_like_file(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     with pytest.raises(errors.OptionError, match="has the name of a file"):
         flaxckpt.export_huggingface(
@@ -375,7 +375,7 @@ def test_a_name_of_a_file_is_refused(tmp_path, source):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext", "maxtext-scanned"])
 @pytest.mark.parametrize("root", ["params", "a/b", ""])
-def test_the_layout_and_the_prefix_are_found(tmp_path, target, root):
+def test_detects_layout_and_prefix(tmp_path, target, root):
     model = hf.write_llama(tmp_path / "published")
     changes = maps.llama(model, target=target, prefix=root)
     flaxckpt.convert(model, tmp_path / "x", transforms=changes)
@@ -391,7 +391,7 @@ def test_the_layout_and_the_prefix_are_found(tmp_path, target, root):
         )
 
 
-def test_a_base_model_alone_comes_back(tmp_path):
+def test_exports_base_model_alone(tmp_path):
     model = hf.write_llama(tmp_path / "published", base_alone=True)
     changes = maps.llama(
         model, target="linen", prefix="params", source_base="", target_base=""
@@ -404,7 +404,7 @@ def test_a_base_model_alone_comes_back(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"map": "auto"}, {"map": "llama", "target": "linen"}]
 )
-def test_an_extra_leaf_is_refused_and_costs_no_other_leaf(tmp_path, options):
+def test_rejects_extra_leaf_but_exports_rest_after_drop(tmp_path, options):
     model = hf.write_llama(tmp_path / "published")
     params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
     flaxckpt.save(tmp_path / "x", {"params": {**params, "value_head": np.ones((4, 1))}})
@@ -420,7 +420,7 @@ def test_an_extra_leaf_is_refused_and_costs_no_other_leaf(tmp_path, options):
 
 
 @pytest.mark.parametrize("names", [("params", "ema_params"), ("average", "model")])
-def test_of_two_copies_of_the_parameters_one_must_be_named(tmp_path, names):
+def test_ambiguous_parameter_copies_require_prefix(tmp_path, names):
     model = hf.write_llama(tmp_path / "published")
     params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
     copies = (params, jax.tree.map(lambda x: x + 1, params))
@@ -433,7 +433,7 @@ def test_of_two_copies_of_the_parameters_one_must_be_named(tmp_path, names):
     assert_published(tmp_path / "out", hf.llama_tensors())
 
 
-def test_a_name_needs_a_config_that_fits(tmp_path):
+def test_map_name_requires_fitting_config(tmp_path):
     model = hf.write_llama(tmp_path / "published")
     changes = maps.llama(model, target="linen", prefix="params")
     flaxckpt.convert(model, tmp_path / "x", transforms=changes)

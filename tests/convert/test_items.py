@@ -64,7 +64,7 @@ def assert_same_values(wanted, found):
 
 
 @layouts
-def test_the_items_of_a_run_are_kept(tmp_path, layout):
+def test_keeps_items_of_run(tmp_path, layout):
     source = save_run(tmp_path / "run")
     target = tmp_path / "new" / "3"
     flaxckpt.convert(source, target, layout=layout)
@@ -90,7 +90,7 @@ def test_the_items_of_a_run_are_kept(tmp_path, layout):
 
 
 @layouts
-def test_the_items_of_orbax_are_kept(tmp_path, layout):
+def test_keeps_items_of_orbax(tmp_path, layout):
     names = ("params", "ema")
     trees = {
         name: {"w": jnp.full((4, 4), i, jnp.float32)} for i, name in enumerate(names)
@@ -107,7 +107,7 @@ def test_the_items_of_orbax_are_kept(tmp_path, layout):
 
 
 @pytest.mark.parametrize("item", ["default", "pytree", "my_item"])
-def test_the_name_of_a_single_item_is_kept(tmp_path, item):
+def test_keeps_name_of_single_item(tmp_path, item):
     tree = {"w": jnp.ones((3, 2)), "b": {"n": np.arange(3)}}
     flaxckpt.save(tmp_path / "ours", tree, items=item)
     with ocp.CheckpointManager(tmp_path / "theirs") as manager:
@@ -120,7 +120,7 @@ def test_the_name_of_a_single_item_is_kept(tmp_path, item):
 
 
 @layouts
-def test_items_can_be_made_and_joined(tmp_path, layout):
+def test_splits_and_joins_items(tmp_path, layout):
     flaxckpt.save(tmp_path / "one", state())
     flaxckpt.convert(tmp_path / "one", tmp_path / "two", items=ITEMS, layout=layout)
     flaxckpt.convert(
@@ -133,7 +133,7 @@ def test_items_can_be_made_and_joined(tmp_path, layout):
     assert_same_values(state(), orbax_items(tmp_path / "default")["default"])
 
 
-def test_branches_of_other_formats_can_be_items(tmp_path):
+def test_makes_items_from_branches_of_other_formats(tmp_path):
     flaxckpt.save(tmp_path / "one", {"params": state()["params"].unfreeze()})
     flaxckpt.convert(tmp_path / "one", tmp_path / "m.safetensors")
     flaxckpt.convert(tmp_path / "m.safetensors", tmp_path / "new", items=["params"])
@@ -142,7 +142,7 @@ def test_branches_of_other_formats_can_be_items(tmp_path):
     assert flaxckpt.metadata(tmp_path / "state").items == ("state",)
 
 
-def test_items_without_leaves_after_the_transforms_are_left_out(tmp_path):
+def test_omits_items_without_leaves_after_transforms(tmp_path):
     source = save_run(tmp_path / "run")
     params = transforms.keep("params/.*")
     flaxckpt.convert(source, tmp_path / "params", transforms=[params])
@@ -152,7 +152,7 @@ def test_items_without_leaves_after_the_transforms_are_left_out(tmp_path):
     strategies.assert_same_state({"params": state()["params"]}, found)
 
 
-def test_items_deleted_from_the_source_are_left_out(tmp_path):
+def test_omits_items_deleted_from_source(tmp_path):
     with flaxckpt.Checkpointer(save_run(tmp_path / "run"), items=ITEMS) as ckpt:
         ckpt.delete(3, item="opt_state")
     flaxckpt.convert(tmp_path / "run", tmp_path / "new")
@@ -169,14 +169,14 @@ def test_items_deleted_from_the_source_are_left_out(tmp_path):
     ],
     ids=["to the root", "to another branch"],
 )
-def test_leaves_outside_of_the_items_make_a_single_item(tmp_path, change):
+def test_leaves_outside_items_make_single_item(tmp_path, change):
     source = save_run(tmp_path / "run")
     flaxckpt.convert(source, tmp_path / "new", transforms=[change])
     assert flaxckpt.metadata(tmp_path / "new").items == ("state",)
     assert flaxckpt.load(tmp_path / "new").keys() > {"opt_state"}
 
 
-def test_an_interrupted_conversion_keeps_the_pieces_of_all_items(tmp_path, monkeypatch):
+def test_interrupted_conversion_keeps_pieces_of_all_items(tmp_path, monkeypatch):
     tree = {
         name: {f"w{i}": jnp.arange(2**15, dtype=jnp.float32) + i for i in range(4)}
         for name in ("a", "b", "c")
@@ -242,7 +242,7 @@ def test_other_items_start_over(tmp_path):
     ],
     ids=str,
 )
-def test_impossible_items_are_refused(tmp_path, options, error, wanted):
+def test_rejects_impossible_items(tmp_path, options, error, wanted):
     source = save_run(tmp_path / "run")
     with pytest.raises(error) as info:
         flaxckpt.convert(source, tmp_path / "new", **options)

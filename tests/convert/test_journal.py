@@ -26,7 +26,7 @@ def test_reopened_journal_knows_finished_work(tmp_path):
     assert not (tmp_path / "j").exists()
 
 
-def test_a_line_that_was_cut_off_is_not_done(tmp_path):
+def test_ignores_truncated_line(tmp_path):
     with Journal(tmp_path / "j", WORK) as journal:
         journal.add(["one"])
     with (tmp_path / "j" / "done.txt").open("a") as file:
@@ -39,7 +39,7 @@ def test_a_line_that_was_cut_off_is_not_done(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["work", "forgotten", "output", "damaged"])
-def test_anything_else_starts_over(tmp_path, change):
+def test_other_work_or_damage_starts_over(tmp_path, change):
     with Journal(tmp_path / "j", WORK) as journal:
         (journal.output / "file").write_text("x")
         journal.add(["one"])
@@ -55,7 +55,7 @@ def test_anything_else_starts_over(tmp_path, change):
         assert list(journal.output.iterdir()) == []
 
 
-def test_one_at_a_time(tmp_path):
+def test_journal_admits_one_process_at_a_time(tmp_path):
     with (
         Journal(tmp_path / "j", WORK),
         pytest.raises(errors.CheckpointExistsError, match="another process uses"),
@@ -64,7 +64,7 @@ def test_one_at_a_time(tmp_path):
     Journal(tmp_path / "j", WORK).__exit__(None, None, None)
 
 
-def test_a_file_in_its_place_is_left_alone(tmp_path):
+def test_keeps_file_in_place_of_journal(tmp_path):
     (tmp_path / "j").write_text("mine")
     with pytest.raises(OSError, match="j"):
         Journal(tmp_path / "j", WORK)
@@ -72,7 +72,7 @@ def test_a_file_in_its_place_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["done.txt", "work.json"])
-def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, name):
+def test_replaces_pipe_or_link_in_place_of_journal_file(tmp_path, name):
     outside = tmp_path / "outside"
     outside.write_text("mine\n")
     for make in (os.mkfifo, lambda path: path.symlink_to(outside)):
@@ -89,7 +89,7 @@ def test_a_conversion_goes_on_beside_a_pipe_or_a_link_of_its_journal(tmp_path, n
     assert outside.read_text() == "mine\n"
 
 
-def test_no_file_is_open_when_the_directory_is_removed(tmp_path, monkeypatch):
+def test_remove_leaves_no_file_open(tmp_path, monkeypatch):
     """NFS and FUSE keep an open file under another name, in its directory."""
     real, still_open = shutil.rmtree, []
 

@@ -55,7 +55,7 @@ class Mlp(nnx.Module):
 
 
 @pytest.mark.parametrize("is_lora_only", [True, False])
-def test_adapters_of_nnx_have_the_names_and_axes_of_peft(tmp_path, is_lora_only):
+def test_nnx_adapters_have_peft_names_and_axes(tmp_path, is_lora_only):
     model = Mlp()
     kinds = nnx.LoRAParam if is_lora_only else nnx.Param
     flaxckpt.save(tmp_path / "run", nnx.state(model, kinds))
@@ -85,7 +85,7 @@ def test_adapters_of_nnx_have_the_names_and_axes_of_peft(tmp_path, is_lora_only)
     assert config["target_modules"] == ["mlp.down_proj", "mlp.up_proj"]
 
 
-def test_a_dtype_and_a_second_export(tmp_path):
+def test_export_casts_to_dtype_and_overwrites(tmp_path):
     flaxckpt.save(tmp_path / "run", linen_adapters("lora_a", "lora_b"))
     options = {"alpha": 3, "config": LLAMA}
     for dtype in (None, "bfloat16"):
@@ -187,7 +187,7 @@ Q = {"q": {"w_lora_a": np.ones((24, 2), np.float32),
         (Q, {"settings": {"x": object()}}, "cannot be written as JSON"),
     ],
 )
-def test_export_refuses_features_missing_in_peft(tmp_path, state, options, message):
+def test_export_rejects_features_missing_in_peft(tmp_path, state, options, message):
     with pytest.raises(errors.OptionError, match=message):
         export(tmp_path, state, **options)
     assert not (tmp_path / "adapter").exists()

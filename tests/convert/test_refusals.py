@@ -71,7 +71,9 @@ def shards(path):
     ],
 )
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_directories_with_more_in_them_stay(source, tmp_path, make, name, format_name):
+def test_overwrite_keeps_directories_with_foreign_files(
+    source, tmp_path, make, name, format_name
+):
     make(tmp_path / "d")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(errors.CheckpointExistsError, match=name):
@@ -83,7 +85,7 @@ def test_directories_with_more_in_them_stay(source, tmp_path, make, name, format
     "name",
     ["orbax-0.12.8", "t5x-3", "safetensors", "flaxckpt-1"],
 )
-def test_checkpoints_alone_are_replaced(source, tmp_path, name):
+def test_overwrite_replaces_golden_checkpoints(source, tmp_path, name):
     found = [p for p in (GOLDEN / name).rglob("*") if p.is_dir()]
     wholes = [p for p in found if flaxckpt_of(p)]
     assert wholes
@@ -104,7 +106,7 @@ def flaxckpt_of(path):
     )
 
 
-def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
+def test_overwrite_keeps_non_checkpoint_files(source, tmp_path):
     for name in ("thesis.tex", "x.msgpack"):
         (tmp_path / name).write_text("words")
         with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
@@ -113,9 +115,7 @@ def test_a_file_that_is_no_checkpoint_stays(source, tmp_path):
 
 
 @pytest.mark.parametrize("format_name", ["orbax", "safetensors", "msgpack"])
-def test_overwrite_keeps_files_added_during_the_conversion(
-    source, tmp_path, format_name
-):
+def test_overwrite_keeps_files_added_during_conversion(source, tmp_path, format_name):
     target = tmp_path / "d"
     flaxckpt.save(target, {"w": jnp.ones(2)})
 
@@ -133,7 +133,7 @@ def test_overwrite_keeps_files_added_during_the_conversion(
 # ---- sources ----------------------------------------------------------------------
 
 
-def test_a_shard_of_the_source_is_no_target(index, tmp_path):
+def test_rejects_target_within_source(index, tmp_path):
     wanted = {p.name: p.read_bytes() for p in index.parent.iterdir()}
     (tmp_path / "link").symlink_to(index.parent)
     shard = "model-00001-of-00003.safetensors"
@@ -155,7 +155,7 @@ def test_a_shard_of_the_source_is_no_target(index, tmp_path):
     assert {p.name: p.read_bytes() for p in index.parent.iterdir()} == wanted
 
 
-def test_a_merged_source_is_no_target(source, tmp_path):
+def test_rejects_merged_source_as_target(source, tmp_path):
     other = tmp_path / "other"
     flaxckpt.save(other, {"c": jnp.ones(3)})
     merge = [transforms.merge(other)]
@@ -186,7 +186,7 @@ def negate(file):
     )
 
 
-def test_shards_that_have_changed_start_over(index, tmp_path):
+def test_changed_shards_start_over(index, tmp_path):
     target = tmp_path / "m.safetensors"
     stopped(index, target, format="safetensors")
     content = {}
@@ -198,7 +198,7 @@ def test_shards_that_have_changed_start_over(index, tmp_path):
         np.testing.assert_array_equal(array, content[name])
 
 
-def test_a_source_that_changes_meanwhile_is_refused(index, tmp_path):
+def test_rejects_source_changed_during_conversion(index, tmp_path):
     target = tmp_path / "m.safetensors"
     shard = sorted(index.parent.glob("*.safetensors"))[0]
 
@@ -213,7 +213,7 @@ def test_a_source_that_changes_meanwhile_is_refused(index, tmp_path):
 
 
 @pytest.mark.parametrize("store", ["database", "directories"])
-def test_chunks_that_change_meanwhile_are_seen(source, tmp_path, store):
+def test_detects_chunks_changed_during_conversion(source, tmp_path, store):
     chunk = source / "state/d/0.small.0"
     if store == "directories":
         old_stores.make_directories(source)
@@ -243,16 +243,14 @@ def test_error_of_progress_propagates(source, tmp_path, kind):
     flaxckpt.convert(source, tmp_path / "c")
 
 
-def test_a_path_below_a_file_is_refused(source, tmp_path):
+def test_rejects_path_below_file(source, tmp_path):
     (tmp_path / "file").write_text("words")
     for name in ("x", "x/y"):
         with pytest.raises(errors.OptionError, match="is a file, not a directory"):
             flaxckpt.convert(source, tmp_path / "file" / name)
 
 
-def test_error_mentions_no_finished_work_if_there_is_none(
-    source, tmp_path, monkeypatch
-):
+def test_error_omits_finished_work_if_there_is_none(source, tmp_path, monkeypatch):
     def fail(directory, work, **options):
         raise OSError("no space left")
 
@@ -262,7 +260,7 @@ def test_error_mentions_no_finished_work_if_there_is_none(
     assert "What is done" not in str(caught.value)
 
 
-def test_an_index_that_names_nothing_is_no_reason_to_delete(source, tmp_path):
+def test_overwrite_keeps_files_not_named_in_index(source, tmp_path):
     (tmp_path / "d").mkdir()
     text = json.dumps({"weight_map": {"a": "../source"}})
     (tmp_path / "d" / "model.safetensors.index.json").write_text(text)
@@ -286,7 +284,7 @@ def made_of_nothing(state):
 
 @pytest.mark.parametrize("limit", [2**30, 10])
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_leaves_made_of_nothing_are_written(source, tmp_path, format_name, limit):
+def test_writes_leaves_created_by_function(source, tmp_path, format_name, limit):
     change = [transforms.from_function(made_of_nothing)]
     flaxckpt.convert(
         source,
@@ -306,7 +304,7 @@ def test_leaves_made_of_nothing_are_written(source, tmp_path, format_name, limit
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk_bytes", [2**26, 1000])
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_long_rows_are_cut(tmp_path, monkeypatch, format_name, chunk_bytes):
+def test_splits_long_rows(tmp_path, monkeypatch, format_name, chunk_bytes):
     wanted = {
         "long": np.arange(20_000, dtype=np.float32).reshape(2, 10_000),
         "deep": np.arange(12_000, dtype=np.int16).reshape(1, 3, 2, 2000, 1),
@@ -391,7 +389,7 @@ ARRAYS = {"x": np.ones(2), "y": {}}
         ({"s": "//GDAPlaceholder:x", "t": ["//GDAPlaceholder:"], "u": 1}, {"s", "t/0"}),
     ],
 )
-def test_refuses_leaves_that_msgpack_would_not_round_trip(tmp_path, tree, wanted):
+def test_rejects_leaves_without_msgpack_round_trip(tmp_path, tree, wanted):
     assert refused(tmp_path, tree) == wanted
 
 
@@ -415,7 +413,7 @@ def test_harmless_lookalikes_round_trip_through_msgpack(tmp_path, tree):
 
 
 @pytest.mark.parametrize("depth", [64, 65])
-def test_containers_that_are_nested_too_deep_are_refused(tmp_path, depth):
+def test_rejects_too_deeply_nested_containers(tmp_path, depth):
     flaxckpt.save(tmp_path / "a", {"x": 1})
     options = {"transforms": [transforms.rename("x", "/".join("a" * depth))]}
     options["format"] = "msgpack"
@@ -467,14 +465,14 @@ def test_advice_for_numbers_works(tmp_path):
         {"progress": "yes"},
     ],
 )
-def test_arguments_of_wrong_types_are_refused(source, tmp_path, options):
+def test_rejects_arguments_of_wrong_types(source, tmp_path, options):
     [name] = options
     with pytest.raises(errors.OptionError, match=name):
         flaxckpt.convert(source, tmp_path / "c", **options)
     assert not list(tmp_path.glob("c*"))
 
 
-def test_the_path_says_which_format(source, tmp_path):
+def test_path_determines_format(source, tmp_path):
     for name, wanted in (
         ("a.safetensors", "safetensors"),
         ("b.msgpack", "msgpack"),

@@ -77,7 +77,7 @@ def assert_same_types(tree, case):
         assert type(found) is type(value), path
 
 
-def test_all_cases_are_there():
+def test_covers_all_legacy_cases():
     assert {case.name for case in CASES} >= LEGACY
 
 
@@ -95,7 +95,7 @@ def test_stock_orbax_reads_conversions_of_other_formats(tmp_path, case, layout):
 
 
 @legacy_cases
-def test_safetensors_and_back_is_exact(tmp_path, case):
+def test_safetensors_round_trip_is_exact(tmp_path, case):
     middle = tmp_path / "m.safetensors"
     flaxckpt.convert(case.path, middle, format="safetensors", transforms=changes(case))
     tensors = safetensors.load_file(middle)
@@ -120,7 +120,7 @@ def test_flax_reads_msgpack_converted_through_orbax(tmp_path, case, layout):
     assert_holds(tree, case)
 
 
-def test_msgpack_through_orbax_has_the_same_bytes(tmp_path):
+def test_msgpack_through_orbax_keeps_bytes(tmp_path):
     source = GOLDEN / "flax-msgpack" / "checkpoint_3"
     flaxckpt.convert(source, tmp_path / "c")
     back = tmp_path / "back.msgpack"
@@ -128,13 +128,13 @@ def test_msgpack_through_orbax_has_the_same_bytes(tmp_path):
     assert back.read_bytes() == source.read_bytes()
 
 
-def test_every_kind_of_leaf_of_msgpack_comes_through_orbax(tmp_path):
+def test_every_msgpack_leaf_kind_survives_orbax(tmp_path):
     source = GOLDEN / "flax-msgpack" / "checkpoint_4"
     flaxckpt.convert(source, tmp_path / "c")
     strategies.assert_same(flaxckpt.load(source), flaxckpt.load(tmp_path / "c"))
 
 
-def test_a_stream_without_its_optimizer_becomes_safetensors(tmp_path):
+def test_stream_without_optimizer_becomes_safetensors(tmp_path):
     source = GOLDEN / "streaming" / "streaming_train_state"
     [case] = [c for c in CASES if c.name == "streaming-streaming_params"]
     flaxckpt.convert(
@@ -156,7 +156,7 @@ def test_a_stream_without_its_optimizer_becomes_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_orbax_to_safetensors_and_back_to_stock_orbax(tmp_path, layout):
+def test_orbax_round_trips_through_safetensors(tmp_path, layout):
     """Saved by stock Orbax, and read by it again."""
     state = {
         "params": {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6, jnp.bfloat16)},

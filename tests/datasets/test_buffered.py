@@ -67,11 +67,11 @@ def no_thread_is_left_behind():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3, 100])
-def test_a_buffered_run_resumes_after_the_batch_taken_last(tmp_path, depth):
+def test_buffered_run_resumes_after_last_taken_batch(tmp_path, depth):
     assert_resumes(tmp_path, lambda: Buffered(grain_batches(), depth), [1, 7, 19, 20])
 
 
-def test_a_buffered_loader_resumes_in_any_epoch(tmp_path):
+def test_buffered_loader_resumes_in_any_epoch(tmp_path):
     assert_resumes(
         tmp_path,
         lambda: Buffered(Loader(), 3),
@@ -81,7 +81,7 @@ def test_a_buffered_loader_resumes_in_any_epoch(tmp_path):
     )
 
 
-def test_a_buffer_made_ready_with_jax_resumes(tmp_path):
+def test_buffer_with_jax_transform_resumes(tmp_path):
     def make():
         return Buffered(grain_batches(), transform=jax.device_put)
 
@@ -90,7 +90,7 @@ def test_a_buffer_made_ready_with_jax_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("taken_before", [0, 1, 4])
-def test_a_state_may_be_set_before_and_after_the_first_batch(taken_before):
+def test_set_state_works_before_and_after_first_batch(taken_before):
     for make in (counting, lambda: Buffered(Loader(100))):
         with make() as used, make() as fresh:
             wanted = list(itertools.islice(used, 30))
@@ -101,14 +101,14 @@ def test_a_state_may_be_set_before_and_after_the_first_batch(taken_before):
             assert next(fresh) == next(used) == len(wanted)
 
 
-def test_the_state_before_the_first_batch_is_that_of_the_beginning():
+def test_state_before_first_batch_is_initial_state():
     with counting() as batches:
         assert batches.get_state() == {"next_index": 0}
         assert next(batches) == 0
         assert batches.get_state() == {"next_index": 1}
 
 
-def test_with_and_without_a_buffer_the_saved_files_are_the_same(tmp_path):
+def test_buffering_does_not_change_saved_files(tmp_path):
     buffered, bare = Buffered(grain_batches()), grain_batches()
     for batches in (buffered, bare):
         list(itertools.islice(batches, 5))
@@ -131,7 +131,7 @@ class Shared(StepIndexed):
         return self.state
 
 
-def test_a_state_that_changes_in_place_is_kept_as_it_was():
+def test_copies_states_mutated_in_place():
     with Buffered(Shared(), depth=10) as batches:
         next(batches)
         wait_until_ahead(batches, 11)
@@ -143,7 +143,7 @@ def wait_until_ahead(batches, index):
         threading.Event().wait(0.001)
 
 
-def test_buffer_runs_ahead_by_no_more_than_its_depth():
+def test_buffer_stays_within_its_depth():
     made = []
     with Buffered(StepIndexed(made.append), depth=3) as batches:
         for taken in range(1, 5):
@@ -153,14 +153,14 @@ def test_buffer_runs_ahead_by_no_more_than_its_depth():
         assert threads()
 
 
-def test_nothing_starts_before_the_first_batch_is_asked_for():
+def test_starts_no_thread_before_first_batch():
     batches = Buffered(StepIndexed(pytest.fail))
     batches.get_state()
     iter(batches)
     assert not threads()
 
 
-def test_buffers_may_be_nested():
+def test_buffers_can_be_nested():
     with counting() as inner, Buffered(inner, transform=lambda i: -i) as outer:
         assert list(itertools.islice(outer, 5)) == [0, -1, -2, -3, -4]
         assert outer.get_state() == {"next_index": 5}
@@ -171,7 +171,7 @@ def test_buffers_may_be_nested():
 # ---- ends and errors -------------------------------------------------------------
 
 
-def test_the_end_comes_again_and_again():
+def test_exhausted_buffer_keeps_raising_stop_iteration():
     batches = Buffered(Loader(3), depth=5)
     assert [next(batches) for _ in range(3)] == [0, 1, 2]
     for _ in range(3):
@@ -183,7 +183,7 @@ def test_the_end_comes_again_and_again():
     assert list(finite) == []
 
 
-def test_after_the_end_the_state_is_that_of_the_iterator_at_its_end():
+def test_reports_final_iterator_state_after_end():
     class Marked(Loader):
         def __iter__(self):
             yield from super().__iter__()
@@ -197,7 +197,7 @@ def test_after_the_end_the_state_is_that_of_the_iterator_at_its_end():
 
 
 @pytest.mark.parametrize("where", ["iterator", "transform"])
-def test_errors_come_in_order_and_the_loop_may_go_on(where):
+def test_raises_errors_in_order_and_continues(where):
     def fail_at_2(i):
         if i == 2:
             raise ZeroDivisionError("batch 2")
@@ -221,7 +221,7 @@ def test_errors_come_in_order_and_the_loop_may_go_on(where):
     batches.close()
 
 
-def test_a_loader_goes_on_in_its_epoch_after_an_error():
+def test_loader_continues_its_epoch_after_error():
     def fail_at_2(i):
         if i == 2:
             raise ZeroDivisionError
@@ -234,7 +234,7 @@ def test_a_loader_goes_on_in_its_epoch_after_an_error():
     assert list(batches) == [3, 4]
 
 
-def test_a_state_that_is_refused_leaves_the_buffer_where_it_was():
+def test_rejected_state_leaves_buffer_unchanged():
     batches = counting()
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(errors.DatasetStateError, match="next_index"):
@@ -253,7 +253,7 @@ def test_rejects_iterators_without_state():
 # ---- its thread ------------------------------------------------------------------
 
 
-def test_closing_ends_the_thread_and_keeps_the_state(tmp_path):
+def test_close_ends_thread_and_keeps_state(tmp_path):
     with counting() as batches:
         next(batches)
         assert len(threads()) == 1
@@ -269,7 +269,7 @@ def test_closing_ends_the_thread_and_keeps_the_state(tmp_path):
     assert next(fresh) == 1
 
 
-def test_setting_a_state_leaves_one_thread():
+def test_set_state_leaves_one_thread():
     with counting() as batches:
         for start in range(5):
             batches.set_state({"next_index": start})
@@ -278,7 +278,7 @@ def test_setting_a_state_leaves_one_thread():
 
 
 @pytest.mark.slow
-def test_the_thread_ends_when_the_buffer_is_forgotten():
+def test_thread_ends_when_buffer_is_garbage_collected():
     batches = counting()
     next(batches)
     [thread] = threads()
@@ -288,7 +288,7 @@ def test_the_thread_ends_when_the_buffer_is_forgotten():
     assert not thread.is_alive()
 
 
-def test_a_program_that_just_ends_is_not_held_up(tmp_path):
+def test_buffer_does_not_delay_program_exit(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(
         "from flaxckpt.datasets import Buffered, StepIndexed\n"
@@ -305,7 +305,7 @@ def test_a_program_that_just_ends_is_not_held_up(tmp_path):
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_forked_child_gets_an_error_instead_of_waiting():
+def test_forked_child_raises_error_instead_of_waiting():
     code = """
         import os, sys, warnings
         from flaxckpt import errors
@@ -334,7 +334,7 @@ def test_forked_child_gets_an_error_instead_of_waiting():
     assert done.stdout.endswith("{'next_index': 1}\n")
 
 
-def test_closing_does_not_wait_for_a_batch_that_does_not_come(monkeypatch):
+def test_close_does_not_wait_for_blocked_batch(monkeypatch):
     seams.replace(monkeypatch, "buffered.seconds_at_exit", 0.01)
     go_on = threading.Event()
     batches = Buffered(StepIndexed(lambda i: i and go_on.wait()))
@@ -344,7 +344,7 @@ def test_closing_does_not_wait_for_a_batch_that_does_not_come(monkeypatch):
     go_on.set()
 
 
-def test_a_transform_cannot_end_the_loop_by_mistake():
+def test_stop_iteration_in_transform_raises_runtime_error():
     with (
         counting(transform=lambda i: next(iter([i][: 1 - i]))) as batches,
         pytest.raises(RuntimeError, match="StopIteration"),
@@ -353,7 +353,7 @@ def test_a_transform_cannot_end_the_loop_by_mistake():
 
 
 @pytest.mark.parametrize("depth", [1.5, "2", True, None, 0, -1])
-def test_a_depth_is_a_whole_number(depth):
+def test_rejects_invalid_depth(depth):
     with pytest.raises(errors.OptionError, match=f"at least 1, got {depth!r}"):
         counting(depth=depth)
 
@@ -383,7 +383,7 @@ class Sharded:
         self.taken, self.at = states, 0
 
 
-def test_a_buffer_has_the_shards_of_its_iterator(tmp_path):
+def test_buffer_exposes_shards_of_its_iterator(tmp_path):
     bare, buffered = Sharded(3), Buffered(Sharded(3), depth=5)
     for batches in (bare, buffered):
         assert [next(batches) for _ in range(4)] == [1, 2, 3, 4]

@@ -77,14 +77,14 @@ def loader(worker_count=0):
 @pytest.mark.parametrize(
     "make", [batched, filtered, mixed, windows, threads, elastic, loader]
 )
-def test_an_iterator_resumes_exactly(tmp_path, make):
+def test_iterator_resumes_exactly(tmp_path, make):
     counts = [n for n in COUNTS if n < len(list(make()))]
     assert len(counts) > 1
     assert_resumes(tmp_path, lambda: iter(make()), counts)
 
 
 @pytest.mark.slow
-def test_a_loader_with_worker_processes_resumes_exactly(tmp_path):
+def test_loader_with_worker_processes_resumes_exactly(tmp_path):
     assert_resumes(tmp_path, lambda: iter(loader(worker_count=2)), [3, 16])
 
 
@@ -94,11 +94,11 @@ def test_prefetching_processes_resume_exactly(tmp_path):
     assert_resumes(tmp_path, lambda: iter(batched().mp_prefetch(options)), [16])
 
 
-def test_a_buffer_around_a_prefetching_thread_resumes_exactly(tmp_path):
+def test_buffer_around_prefetching_thread_resumes_exactly(tmp_path):
     assert_resumes(tmp_path, lambda: Buffered(iter(threads())), COUNTS)
 
 
-def test_another_number_of_workers_is_an_error_that_says_so():
+def test_error_explains_different_number_of_workers():
     used = iter(loader(worker_count=0))
     next(used)
     fresh = iter(loader(worker_count=1))
@@ -107,7 +107,7 @@ def test_another_number_of_workers_is_an_error_that_says_so():
     assert isinstance(info.value.__cause__, ValueError)
 
 
-def test_a_loader_over_other_data_is_refused():
+def test_rejects_loader_over_other_data():
     files = datasets.state_files(iter(loader()))
     other = grain.DataLoader(
         data_source=range(SIZE + 1),
@@ -123,7 +123,7 @@ def test_state_files_rejects_grain_objects_without_iter(make):
         datasets.state_files(make())
 
 
-def test_a_position_counts_batches():
+def test_position_counts_batches():
     batches = iter(batched())
     for taken in range(4):
         assert datasets.position(batches) == taken

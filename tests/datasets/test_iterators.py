@@ -130,12 +130,12 @@ class CluIterator(dataset_iterator.DatasetIterator):
     ],
     ids=["grain", "grain loader", "all types", "state_dict", "clu", "StepIndexed"],
 )
-def test_an_iterator_continues_where_it_stood(tmp_path, make):
+def test_iterator_resumes_at_saved_position(tmp_path, make):
     assert_resumes(tmp_path, make)
 
 
 @pytest.mark.parametrize("index", [-1, "3", 1.5, True, None, np.float64(2)])
-def test_step_indexed_batches_take_whole_numbers_only(index):
+def test_step_indexed_accepts_only_whole_numbers(index):
     batches = StepIndexed(lambda i: i)
     with pytest.raises(errors.DatasetStateError, match="whole number from 0"):
         batches.set_state({"next_index": index})
@@ -167,11 +167,11 @@ class Opaque:
         self.n = state[2]
 
 
-def test_bytes_that_are_no_json_come_back(tmp_path):
+def test_bytes_state_round_trips(tmp_path):
     assert_resumes(tmp_path, Opaque)
 
 
-def test_the_state_is_that_of_the_call(tmp_path):
+def test_saves_iterator_state_as_of_call(tmp_path):
     iterator = StepIndexed(lambda i: i)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, {"x": np.zeros((512, 512))}, dataset=iterator)
@@ -183,7 +183,7 @@ def test_the_state_is_that_of_the_call(tmp_path):
         assert ckpt.metadata(0).has_dataset
 
 
-def test_a_grain_state_is_stored_as_grain_writes_it(tmp_path):
+def test_stores_grain_state_in_grain_format(tmp_path):
     iterator = grain_dataset()
     next(iterator)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
@@ -211,7 +211,7 @@ def prefetched():
     ],
     ids=["list", "generator", "class", "grain dataset", "flax's prefetcher"],
 )
-def test_an_iterator_without_state_is_refused_at_the_call(tmp_path, make, hint):
+def test_rejects_iterator_without_state_immediately(tmp_path, make, hint):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(errors.DatasetStateError, match=hint) as info:
             ckpt.save(1, {"x": 1}, dataset=make())
@@ -220,7 +220,7 @@ def test_an_iterator_without_state_is_refused_at_the_call(tmp_path, make, hint):
     assert ckpt.steps() == []
 
 
-def test_an_iterator_that_cannot_give_its_state_is_named_at_the_call(tmp_path):
+def test_error_names_iterator_failing_to_give_state(tmp_path):
     class Closed(StepIndexed):
         def get_state(self):
             raise ValueError("iterator is closed")
@@ -241,7 +241,7 @@ class Peekable(dataset_iterator.PeekableDatasetIterator):
         super().__init__(CluIterator())
 
 
-def test_a_batch_that_was_peeked_at_is_not_lost(tmp_path):
+def test_peeked_batch_is_not_lost(tmp_path):
     assert_resumes(tmp_path, Peekable)
     batches = Peekable()
     assert [next(batches), batches.peek()] == [1, 2]
@@ -257,7 +257,7 @@ def test_a_batch_that_was_peeked_at_is_not_lost(tmp_path):
         datasets.state_files(batches)
 
 
-def test_an_iterator_of_clu_that_saves_nothing_is_refused():
+def test_rejects_clu_iterator_without_checkpoint():
     class Forgetful(CluIterator):
         def save(self, filename):
             pass
@@ -266,7 +266,7 @@ def test_an_iterator_of_clu_that_saves_nothing_is_refused():
         datasets.state_files(Forgetful())
 
 
-def test_another_version_of_the_library_is_warned_of(caplog):
+def test_warns_about_other_library_version(caplog):
     batches = grain_dataset()
     files = datasets.state_files(batches)
     datasets.set_state(batches, files, path="run/1")
@@ -278,7 +278,7 @@ def test_another_version_of_the_library_is_warned_of(caplog):
     assert "was saved by grain 0.1; version" in caplog.text
 
 
-def test_error_names_the_type_in_an_unwritable_state(tmp_path):
+def test_error_names_type_of_unwritable_state(tmp_path):
     class Strange(StepIndexed):
         def get_state(self):
             return {"file": Path("x")}
@@ -287,21 +287,21 @@ def test_error_names_the_type_in_an_unwritable_state(tmp_path):
         datasets.state_files(Strange(lambda i: i))
 
 
-def test_a_step_without_a_dataset_cannot_restore_one(tmp_path):
+def test_restoring_missing_dataset_raises_error(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}).wait()
         with pytest.raises(errors.DatasetStateError, match="dataset=None"):
             ckpt.restore(dataset=StepIndexed(lambda i: i))
 
 
-def test_an_iterator_that_refuses_the_state_says_so(tmp_path):
+def test_reports_iterator_rejecting_state(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
         with pytest.raises(errors.DatasetStateError, match="does not accept the state"):
             ckpt.restore(dataset=Everything())
 
 
-def test_the_iterator_stays_put_if_the_state_does_not_fit(tmp_path):
+def test_mismatched_state_leaves_iterator_unchanged(tmp_path):
     iterator = StepIndexed(lambda i: i)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=iterator).wait()
@@ -311,7 +311,7 @@ def test_the_iterator_stays_put_if_the_state_does_not_fit(tmp_path):
     assert next(iterator) == 1
 
 
-def test_a_missing_dataset_file_is_damage_and_an_older_step_is_restored(tmp_path):
+def test_missing_dataset_file_falls_back_to_older_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             batches = StepIndexed(lambda i: i, start=step)
@@ -322,7 +322,7 @@ def test_a_missing_dataset_file_is_damage_and_an_older_step_is_restored(tmp_path
         assert next(batches) == 1
 
 
-def test_a_changed_dataset_file_is_damage(tmp_path):
+def test_changed_dataset_file_counts_as_damage(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"x": 1}, dataset=StepIndexed(lambda i: i)).wait()
         file = tmp_path / "1/dataset/process_0-of-1.json"
@@ -331,7 +331,7 @@ def test_a_changed_dataset_file_is_damage(tmp_path):
             ckpt.restore(dataset=StepIndexed(lambda i: i))
 
 
-def test_the_number_of_processes_may_change_only_for_elastic_iterators(tmp_path):
+def test_only_elastic_iterators_allow_other_process_count(tmp_path):
     saved = {"process_0-of-2.json": b'{"next_index": 8}'}
     saved["process_1-of-2.json"] = saved["process_0-of-2.json"]
     elastic = StepIndexed(lambda i: i)

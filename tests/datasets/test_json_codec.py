@@ -78,11 +78,11 @@ def assert_same(found, wanted):
 
 
 @given(states)
-def test_a_state_comes_back_as_it_was(state):
+def test_state_round_trips(state):
     assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
-def test_dicts_that_resemble_tags_round_trip():
+def test_dicts_resembling_tags_round_trip():
     for state in (
         {"__tuple__": [1]},
         {"__bytes__": "AAAA"},
@@ -94,7 +94,7 @@ def test_dicts_that_resemble_tags_round_trip():
         assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
-def test_arrays_of_every_rank_and_size_come_back():
+def test_arrays_of_every_rank_and_size_round_trip():
     for shape in [(), (0,), (3, 0), (2, 3)]:
         for dtype in ["float32", "bool", ml_dtypes.bfloat16, ">i8"]:
             array = np.zeros(shape, dtype)
@@ -103,12 +103,12 @@ def test_arrays_of_every_rank_and_size_come_back():
     assert_same(_json_codec.loads(_json_codec.dumps(turned)), turned)
 
 
-def test_an_array_that_comes_back_can_be_written_to():
+def test_decoded_arrays_are_writable():
     found = _json_codec.loads(_json_codec.dumps(np.zeros(2)))
     found[0] = 1
 
 
-def test_states_of_jsons_own_types_are_plain_json():
+def test_encodes_plain_states_as_plain_json():
     state = {"next_index": 3, "nested": [{"a": None, "b": "x"}], "empty": {}}
     assert _json_codec.dumps(state) == json.dumps(state, indent=4).encode()
     state["long"] = list(range(2**15))
@@ -116,13 +116,13 @@ def test_states_of_jsons_own_types_are_plain_json():
     assert_same(_json_codec.loads(_json_codec.dumps(state)), state)
 
 
-def test_masked_arrays_are_refused_where_they_are():
+def test_error_locates_masked_arrays():
     for masked in (np.ma.array([1, 2], mask=[True, False]), np.ma.masked):
         with pytest.raises(TypeError, match=r"Masked\w+ at state\['a'\]: wanted"):
             _json_codec.dumps({"a": masked})
 
 
-def test_the_first_tags_are_read_as_they_were_written():
+def test_decodes_version_1_tags():
     """Files of before the codec had a version: three tags, nothing escaped."""
     old = (
         b'{"a": {"__tuple__": [1]}, "b": {"__bytes__": "AAE="}, "c": {"__dict__": []}}'
@@ -133,12 +133,12 @@ def test_the_first_tags_are_read_as_they_were_written():
     assert set_and_get(files) == wanted
 
 
-def test_the_json_of_others_has_no_tags():
+def test_ignores_tags_in_foreign_json():
     files = {"process_0-of-1.json": b'{"a": {"__tuple__": [1]}}'}
     assert set_and_get(files) == {"a": {"__tuple__": [1]}}
 
 
-def test_tags_of_a_later_version_are_not_guessed():
+def test_rejects_newer_codec_version():
     files = {"process_0-of-1.json": b"{}", "metadata": b'{"codec": 3}'}
     with pytest.raises(errors.DatasetStateError, match="newer flaxckpt"):
         set_and_get(files)
@@ -179,7 +179,7 @@ def set_and_get(files):
     ],
     ids=lambda content: content[:40].decode(),
 )
-def test_a_file_that_no_state_gives_is_an_error(content):
+def test_rejects_invalid_state_files(content):
     files = {
         "process_0-of-1.json": content,
         "metadata": b'{"codec": 2, "is_bytes": false}',
@@ -200,25 +200,25 @@ def test_a_file_that_no_state_gives_is_an_error(content):
     ],
     ids=["set", "object", "objects", "strings", "complex", "function"],
 )
-def test_refusal_names_the_place_of_unsupported_values(state, found):
+def test_error_locates_unsupported_values(state, found):
     with pytest.raises(errors.DatasetStateError, match=found):
         datasets.state_files(Holder(state))
 
 
-def test_a_state_that_holds_itself_is_refused():
+def test_rejects_state_containing_itself():
     state = []
     state.append(state)
     with pytest.raises(errors.DatasetStateError, match="contains itself"):
         datasets.state_files(Holder(state))
 
 
-def test_bytes_that_are_json_with_a_tag_come_back_as_bytes():
+def test_bytes_resembling_tagged_json_round_trip():
     for state in (b'{"__bytes__": "AAAA"}', b'{"n": 1}', b"12", b"\xff", b""):
         assert set_and_get(datasets.state_files(Holder(state))) == state
 
 
 @pytest.mark.slow
-def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, caplog):
+def test_state_over_64_mib_round_trips_with_one_warning(tmp_path, caplog):
     state = {"buffer": np.arange(52 * 2**20 // 8)}
     holder, fresh = Holder(state), Holder()
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
@@ -233,7 +233,7 @@ def test_a_state_beyond_64_mib_is_saved_restored_and_warned_of_once(tmp_path, ca
     assert "shuffle buffer" in warnings[0]
 
 
-def test_a_state_that_could_not_be_read_is_not_saved(monkeypatch):
+def test_rejects_state_too_large_to_read(monkeypatch):
     seams.replace(monkeypatch, "json_codec.max_state_bytes", 1000)
     datasets.state_files(Holder(b"x" * 500))
     with pytest.raises(errors.DatasetStateError, match="more than 1000"):

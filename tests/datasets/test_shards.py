@@ -49,7 +49,7 @@ def rest(iterators):
     return [[int(batch) for batch in iterator] for iterator in iterators]
 
 
-def test_each_process_restores_its_own(process):
+def test_each_process_restores_its_own_state(process):
     files = save(process, 3, lambda i: part(i, 3, taken=i + 1))
     assert {name for name in files if name != "metadata"} == {
         f"process_{i}-of-3.json" for i in range(3)
@@ -68,7 +68,9 @@ def elastic(index, count):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 2)])
-def test_elastic_iterators_of_grain_go_on_with_any_number(process, before, after):
+def test_grain_elastic_iterators_continue_with_any_process_count(
+    process, before, after
+):
     files = save(process, before, lambda i: advanced(elastic(i, before), 3))
     found = []
     for index in range(after):
@@ -85,7 +87,7 @@ def shared_file(iterator):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_all_processes_restore_a_shared_file(process, count):
+def test_all_processes_restore_shared_file(process, count):
     files = shared_file(advanced(elastic(0, 1), 3))
     found = []
     for index in range(count):
@@ -96,7 +98,7 @@ def test_all_processes_restore_a_shared_file(process, count):
     assert sorted(found) == list(range(24, 32))
 
 
-def test_a_shared_file_is_of_no_use_to_parts_of_the_data(process):
+def test_rejects_shared_file_for_partitioned_data(process):
     files = shared_file(part(0, 1, taken=7))
     process(0, 2)
     with pytest.raises(errors.DatasetStateError, match="of 1 process, but this run"):
@@ -107,7 +109,7 @@ def test_a_shared_file_is_of_no_use_to_parts_of_the_data(process):
     assert rest([fresh]) == rest([part(0, 1, taken=7)])
 
 
-def test_step_indexed_goes_on_with_any_number(process):
+def test_step_indexed_continues_with_any_process_count(process):
     files = save(process, 4, lambda i: StepIndexed(lambda i: i, start=8))
     process(1, 2)
     for fresh in (StepIndexed(lambda i: i), Buffered(StepIndexed(lambda i: i))):
@@ -115,14 +117,14 @@ def test_step_indexed_goes_on_with_any_number(process):
         assert next(fresh) == 8
 
 
-def test_elastic_iterators_that_stood_apart_do_not(process):
+def test_rejects_elastic_iterators_at_different_positions(process):
     files = save(process, 2, lambda i: StepIndexed(lambda i: i, start=i))
     process(0, 1)
     with pytest.raises(errors.DatasetStateError, match="states of 2 processes"):
         datasets.set_state(StepIndexed(lambda i: i), files, path="run/1")
 
 
-def test_equal_states_do_not_make_an_iterator_elastic(process):
+def test_equal_states_do_not_make_iterator_elastic(process):
     files = save(process, 2, lambda i: part(i, 2, taken=7))
     process(0, 4)
     fresh = part(0, 4)
@@ -138,7 +140,7 @@ def test_equal_states_do_not_make_an_iterator_elastic(process):
     assert rest([fresh]) == rest([part(0, 4)])
 
 
-def test_several_iterators_per_process_take_over_from_more_processes(process):
+def test_iterator_lists_restore_states_of_more_processes(process):
     files = save(process, 4, lambda i: part(i, 4, taken=i))
     process(1, 2)
     with pytest.raises(errors.DatasetStateError, match="a list of 2 iterators"):
@@ -151,7 +153,7 @@ def test_several_iterators_per_process_take_over_from_more_processes(process):
         assert rest(fresh) == rest(wanted)
 
 
-def test_several_iterators_per_process_hand_over_to_more_processes(process):
+def test_more_processes_restore_states_of_iterator_lists(process):
     files = save(
         process, 2, lambda i: (part(i, 4, taken=i), part(i + 2, 4, taken=i + 2))
     )
@@ -163,7 +165,7 @@ def test_several_iterators_per_process_hand_over_to_more_processes(process):
         assert rest([fresh]) == rest([part(index, 4, taken=index)])
 
 
-def test_a_list_needs_iterators():
+def test_rejects_lists_without_iterators():
     with pytest.raises(errors.DatasetStateError, match="empty list"):
         datasets.state_files([])
     with pytest.raises(
@@ -172,7 +174,7 @@ def test_a_list_needs_iterators():
         datasets.state_files([1, 2])
 
 
-def test_a_list_of_which_one_state_does_not_fit_moves_none(process):
+def test_mismatched_list_state_moves_no_iterator(process):
     files = save(process, 1, lambda i: [part(0, 2, taken=3), part(1, 2, taken=4)])
     files["process_1-of-2.json"] = b"{"
     fresh = [part(0, 2), part(1, 2)]
@@ -184,7 +186,7 @@ def test_a_list_of_which_one_state_does_not_fit_moves_none(process):
 # ---- starting again --------------------------------------------------------------
 
 
-def test_restarting_begins_with_the_data_anew_and_says_so(process, caplog):
+def test_restarting_restarts_data_with_warning(process, caplog):
     files = save(process, 2, lambda i: Restarting(part(i, 2, taken=5)))
     process(0, 1)
     fresh = part(0, 1)
@@ -194,7 +196,7 @@ def test_restarting_begins_with_the_data_anew_and_says_so(process, caplog):
     assert "2 processes" in caplog.text
 
 
-def test_restarting_changes_nothing_where_the_states_fit(process, caplog):
+def test_restarting_has_no_effect_on_fitting_states(process, caplog):
     files = save(process, 2, lambda i: Restarting(part(i, 2, taken=5)))
     process(1, 2)
     fresh = part(1, 2)
@@ -255,7 +257,7 @@ def test_shards_move_between_processes(process, before, after):
     assert found == places
 
 
-def test_the_same_number_of_processes_keeps_the_order_of_shards(process):
+def test_same_process_count_keeps_shard_order(process):
     files = save(process, 2, lambda i: advanced(Sharded(i, 2), 3))
     process(1, 2)
     fresh = Sharded(1, 2)
@@ -263,14 +265,14 @@ def test_the_same_number_of_processes_keeps_the_order_of_shards(process):
     assert next(fresh) == next(advanced(Sharded(1, 2), 3))
 
 
-def test_shards_of_other_data_are_refused(process):
+def test_rejects_shards_of_other_data(process):
     files = save(process, 2, lambda i: Sharded(i, 2))
     process(0, 4)
     with pytest.raises(errors.DatasetStateError, match="its iterator has 4"):
         datasets.set_state(Sharded(0, 2), files, path="run/1")
 
 
-def test_shards_of_grains_interleave_move(process):
+def test_grain_interleave_shards_move_between_processes(process):
     def interleaved(index, count):
         shards = [
             grain.MapDataset.range(i * 10, i * 10 + 10).to_iter_dataset()
@@ -292,7 +294,7 @@ def test_shards_of_grains_interleave_move(process):
 # ---- damage ----------------------------------------------------------------------
 
 
-def test_a_state_that_is_missing_is_damage(process):
+def test_missing_state_counts_as_damage(process):
     files = save(process, 3, lambda i: part(i, 3))
     del files["process_1-of-3.json"]
     for index, count in ((1, 3), (0, 2)):

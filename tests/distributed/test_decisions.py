@@ -38,7 +38,7 @@ def run_both(directory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
+def test_processes_follow_first_clock_and_any_signal(tmp_path):
     first, second = run_both(tmp_path)
     assert first == second
     time_is_up, stop, _ = first
@@ -47,7 +47,7 @@ def test_the_first_ones_clock_counts_and_anybodys_signal(tmp_path):
     assert "preemption sync point" in stop[1]
 
 
-def test_one_process_asks_nobody():
+def test_single_process_needs_no_communication():
     assert util_processes.gather_flags([True, False]) == [[True, False]]
     assert util_job.is_first()
     assert not util_processes.has_preemption_service()

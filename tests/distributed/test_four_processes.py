@@ -24,18 +24,18 @@ def test_four_processes_save_and_restore_every_leaf(job):
     assert found["text"] == states.TEXT
 
 
-def test_each_of_four_reads_a_quarter(job):
+def test_each_of_four_processes_reads_quarter(job):
     assert all(said["share"] < 0.3 for said in job[1]["sizes"])
 
 
-def test_every_process_learns_which_of_four_is_late(job):
+def test_other_three_processes_name_late_one(job):
     *told, nothing = [said["told"] for said in job[1]["late"]]
     assert nothing is None
     assert all("process 3: has not reached 'written'" in text for text in told)
     assert not any("process 1: " in text or "process 2: " in text for text in told)
 
 
-def test_two_processes_restore_checkpoints_of_four(job, tmp_path):
+def test_two_processes_restore_four_process_checkpoints(job, tmp_path):
     (tmp_path / "restore").symlink_to(job[0] / "save")
     given = {"layouts": ["chunks", "compact"], "meshes": ["rows", "mixed"]}
     assert jobs.run("restore", 2, tmp_path, **given)["restore"]

@@ -34,7 +34,7 @@ def live(count, directory, victim, chance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [3, pytest.param(ROUNDS, marks=pytest.mark.slow)])
-def test_a_job_of_which_one_is_killed_goes_on_from_a_whole_step(tmp_path, rounds):
+def test_job_resumes_from_whole_step_after_process_kill(tmp_path, rounds):
     """Two jobs of two and one of four side by side: most of the time they wait."""
     series = [(2, 0.35), (2, 0.35), (4, 0.3)]
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -12,7 +12,7 @@ from tests.distributed import exercise_together
 from tests.helpers import seams
 
 
-def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
+def test_file_store_sets_lists_and_deletes_texts_by_key(tmp_path):
     files = distributed_key_value.FileStore(tmp_path / "texts")
     assert files.list("a") == {}
     files.delete("a")
@@ -29,7 +29,7 @@ def test_files_have_texts_by_key_and_nothing_of_others(tmp_path):
         files.get("a/b", 0.01)
 
 
-def test_a_text_that_comes_later_is_waited_for(tmp_path):
+def test_waits_for_text_set_later(tmp_path):
     files = distributed_key_value.FileStore(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(files.get, "later", 60)
@@ -39,7 +39,7 @@ def test_a_text_that_comes_later_is_waited_for(tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_all_know_how_it_ended_for_all(tmp_path, count):
+def test_all_processes_learn_outcome_of_all(tmp_path, count):
     groups = [
         distributed_operation.ProcessGroup(
             distributed_key_value.FileStore(tmp_path), index, count

@@ -62,7 +62,7 @@ def parts(saved, tmp_path):
     return directory
 
 
-def test_each_process_keeps_its_part_and_the_metadata(saved):
+def test_each_process_keeps_its_part_and_metadata(saved):
     for index, other in ((0, 1), (1, 0)):
         step = saved / f"local-{index}/2"
         names = [str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()]
@@ -83,7 +83,7 @@ def test_each_process_keeps_its_part_and_the_metadata(saved):
         pytest.param(4, "rows", marks=pytest.mark.slow),
     ],
 )
-def test_processes_of_any_number_restore_what_they_have_together(parts, count, mesh):
+def test_any_process_count_restores_shared_parts(parts, count, mesh):
     said = run(parts, ["restore", mesh], count=count)
     assert all(each["restore"] == 2 for each in said)
     assert all(each["from_directory"] == 0 for each in said)
@@ -91,7 +91,7 @@ def test_processes_of_any_number_restore_what_they_have_together(parts, count, m
 
 
 @pytest.mark.slow
-def test_a_process_keeps_what_it_has_copied(parts):
+def test_process_keeps_copied_parts(parts):
     run(parts, ["restore", "columns"])
     shutil.copytree(parts / "run", parts / "uploaded")
     said = run(parts, ["restore", "columns"])
@@ -99,13 +99,13 @@ def test_a_process_keeps_what_it_has_copied(parts):
 
 
 @pytest.mark.slow
-def test_directories_may_be_swapped(parts):
+def test_restores_after_swapping_directories(parts):
     said = run(parts, ["restore"], directories=["local-1", "local-0"])
     assert all(each["restore"] == 2 for each in said)
 
 
 @pytest.mark.slow
-def test_a_part_that_is_nowhere_is_named(parts):
+def test_error_names_missing_part(parts):
     shutil.rmtree(parts / "local-1/2")
     told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
     for name, text in told:
@@ -114,7 +114,7 @@ def test_a_part_that_is_nowhere_is_named(parts):
 
 
 @pytest.mark.slow
-def test_one_process_alone_names_what_it_lacks(parts):
+def test_single_process_error_names_missing_parts(parts):
     ((name, text),) = [
         each["failing_restore"] for each in run(parts, ["failing_restore"], count=1)
     ]
@@ -123,13 +123,13 @@ def test_one_process_alone_names_what_it_lacks(parts):
 
 
 @pytest.mark.slow
-def test_a_step_that_lost_a_part_is_saved_again(parts):
+def test_saves_step_again_after_lost_part(parts):
     shutil.rmtree(parts / "local-1/2")
     said = run(parts, ["failing_restore"], ["save", 2], ["restore"])
     assert all(each["restore"] == 2 for each in said)
 
 
-def test_damage_at_one_process_is_mended_from_the_run_directory(parts):
+def test_repairs_damage_from_run_directory(parts):
     (parts / "local-1/2/NOT_UPLOADED").touch()
     (parts / "local-0/2/NOT_UPLOADED").touch()
     run(parts, ["wait_for_uploads"])
@@ -142,14 +142,14 @@ def test_damage_at_one_process_is_mended_from_the_run_directory(parts):
 
 
 @pytest.mark.slow
-def test_damage_without_another_place_is_never_read(parts):
+def test_unrecoverable_damage_raises_error(parts):
     for file in (parts / "local-1/2/state/d").glob("1.*"):
         flip(file if file.is_file() else next(file.iterdir()))
     told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
     assert all(name == "DamagedCheckpointError" for name, _ in told)
 
 
-def test_damage_that_nothing_can_mend_is_marked_at_all_processes(tmp_path):
+def test_marks_unrecoverable_damage_on_all_processes(tmp_path):
     run(tmp_path, ["save", 1], ["save", 2], keep=2)
     remove_steps(tmp_path / "run")
     for file in (tmp_path / "local-1/2/state/d").glob("1.*"):
@@ -172,7 +172,7 @@ def test_damage_that_nothing_can_mend_is_marked_at_all_processes(tmp_path):
         pytest.param("state/manifest.ocdbt", marks=pytest.mark.slow),
     ],
 )
-def test_metadata_is_mended_from_another_process(parts, name):
+def test_repairs_metadata_from_another_process(parts, name):
     file = parts / "local-1/2" / name
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
@@ -201,7 +201,7 @@ def test_a_list_of_parts_that_is_damaged_everywhere_loses_the_step(parts):
         assert "PARTS" in text
 
 
-def test_a_step_without_a_deleted_item_is_whole(tmp_path):
+def test_step_without_deleted_item_is_whole(tmp_path):
     do = [["save_note", 1], ["wait_for_copies"], ["delete_item", 1, "note"]]
     run(tmp_path, *do, copies=1)
     remove_steps(tmp_path / "run")
@@ -214,7 +214,7 @@ def test_a_step_without_a_deleted_item_is_whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_parts_of_two_saves_of_a_step_are_never_mixed(parts):
+def test_never_mixes_parts_of_two_saves(parts):
     shutil.copytree(parts / "local-1", parts / "old")
     run(parts, ["save_other", 2])
     remove_steps(parts / "run")
@@ -225,7 +225,7 @@ def test_parts_of_two_saves_of_a_step_are_never_mixed(parts):
 
 
 @pytest.mark.slow
-def test_a_returning_machine_gets_the_step_of_the_others(parts):
+def test_returning_machine_gets_current_step(parts):
     shutil.copytree(parts / "local-1", parts / "old")
     run(parts, ["save_other", 2])  # also in the run directory
     shutil.rmtree(parts / "local-1")
@@ -235,7 +235,7 @@ def test_a_returning_machine_gets_the_step_of_the_others(parts):
     assert said[1]["from_directory"] > 0
 
 
-def test_a_lost_machine_costs_no_read_from_the_run_directory(tmp_path):
+def test_lost_machine_needs_no_read_from_run_directory(tmp_path):
     certificate = jobs.make_certificate(tmp_path)
     given = {"copies": 1, "certificate": certificate, "network": "127.0.0.0/8"}
     do = [["save", 1], ["save", 2], ["wait_for_copies"]]
@@ -251,7 +251,7 @@ def test_a_lost_machine_costs_no_read_from_the_run_directory(tmp_path):
     assert flaxckpt.verify(tmp_path / "run/3").ok
 
 
-def test_process_0_may_lose_its_disk_and_no_step_is_lost(tmp_path):
+def test_losing_disk_of_process_0_loses_no_step(tmp_path):
     do = [["save", 1], ["save", 2], ["save", 3], ["wait_for_copies"]]
     run(tmp_path, *do, copies=1, keep=3)
     remove_steps(tmp_path / "run")
@@ -270,7 +270,7 @@ def test_process_0_may_lose_its_disk_and_no_step_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_copies_are_in_other_failure_domains(tmp_path):
+def test_places_copies_in_other_failure_domains(tmp_path):
     do = [["save", 1], ["wait_for_copies"]]
     run(tmp_path, *do, count=4, copies=1, domains="aabb")
     for index, others in ((0, "23"), (1, "23"), (2, "01"), (3, "01")):
@@ -279,7 +279,7 @@ def test_copies_are_in_other_failure_domains(tmp_path):
         assert len(names & {*others}) == 1
 
 
-def test_the_newest_step_with_copies_stays(tmp_path):
+def test_keeps_newest_step_with_copies(tmp_path):
     do = [["save_with_copies", 1], ["wait_for_uploads"]]
     do += [["save", 2], ["wait_for_uploads"]]
     (told, _) = run(tmp_path, *do, copies=1, keep=2)
@@ -294,7 +294,7 @@ def test_the_newest_step_with_copies_stays(tmp_path):
 
 
 @pytest.mark.slow
-def test_prune_deletes_no_whole_step_for_one_that_is_lost(tmp_path):
+def test_prune_keeps_whole_step_when_newer_one_is_lost(tmp_path):
     run(tmp_path, ["save", 1], ["save", 2], ["wait_for_uploads"], keep=2)
     remove_steps(tmp_path / "run")
     for file in (tmp_path / "local-1/2/state/d").glob("1.*"):
@@ -303,7 +303,7 @@ def test_prune_deletes_no_whole_step_for_one_that_is_lost(tmp_path):
     assert all(each["restore"] == 1 for each in said)
 
 
-def test_two_processes_with_one_directory_are_refused(tmp_path):
+def test_rejects_shared_staging_directory(tmp_path):
     said = run(tmp_path, ["failing_save", 1], staging="same")
     for each in said:
         name, text = each["failing_save"]
@@ -312,12 +312,12 @@ def test_two_processes_with_one_directory_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_zarr_2_is_refused_at_opening(tmp_path):
+def test_rejects_zarr_2_on_opening(tmp_path):
     said = run(tmp_path / "run", zarr_version=2)
     assert all("leave out zarr_version" in each["refused"] for each in said)
 
 
-def test_a_deleted_step_does_not_come_back(tmp_path):
+def test_deleted_step_does_not_return(tmp_path):
     do = [["save", 1], ["save", 2], ["wait_for_copies"], ["wait_for_uploads"]]
     said = run(tmp_path, *do, ["delete", 2], ["restore"], copies=1, keep=2)
     assert all(each["restore"] == 1 for each in said)
@@ -326,7 +326,7 @@ def test_a_deleted_step_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_with_two(tmp_path):
+def test_single_process_run_continues_with_two_processes(tmp_path):
     staging = tmp_path / "local-0"
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.save(1, {"x": states.values(1)["large"]})

@@ -31,7 +31,7 @@ def server(request, tmp_path):
     server.close()
 
 
-def test_only_those_with_the_certificate_are_served(tmp_path):
+def test_serves_only_peers_with_certificate(tmp_path):
     (tmp_path / "file").write_text("content")
     (tmp_path / "other").mkdir()
     ours, others = (
@@ -60,12 +60,12 @@ def test_only_those_with_the_certificate_are_served(tmp_path):
         ("staging_copies", -1, "staging_copies"),
     ],
 )
-def test_invalid_options_are_refused_at_opening(tmp_path, option, value, text):
+def test_rejects_invalid_options_on_opening(tmp_path, option, value, text):
     with pytest.raises(errors.OptionError, match=text):
         flaxckpt.Checkpointer(tmp_path, **{option: value})
 
 
-def test_the_address_is_in_the_network():
+def test_finds_own_address_in_network():
     assert processes.own_address("127.0.0.0/8") == "127.0.0.1"
     mine = processes.own_address("0.0.0.0/0")
     others = ["198.51.100.0/24", "203.0.113.0/24"]  # of documents
@@ -78,7 +78,7 @@ def connected(server, **changed):
     return peer_files.PeerConnection(server.peer._replace(**changed))
 
 
-def test_a_file_is_copied_with_its_bytes(server, tmp_path):
+def test_copies_file_exactly(server, tmp_path):
     content = os.urandom(3_000_001)
     (tmp_path / "shared/step/a file").write_bytes(content)
     with connected(server) as peer:
@@ -99,7 +99,7 @@ def test_a_small_file_waits_for_no_confirmation(server, tmp_path):
     assert statistics.median(times) < 0.03  # a late confirmation takes 40 ms
 
 
-def test_a_copy_goes_on_where_it_has_stopped(server, tmp_path):
+def test_resumes_interrupted_copy(server, tmp_path):
     (tmp_path / "shared/step/file").write_bytes(b"0123456789")
     (tmp_path / "copy").write_bytes(b"01x")  # what is there is not read again
     with connected(server) as peer:
@@ -112,12 +112,12 @@ def test_a_copy_goes_on_where_it_has_stopped(server, tmp_path):
 @pytest.mark.parametrize(
     "name", ["../secret", "step/../../secret", "/etc/passwd", "step", "", "no", "a\0b"]
 )
-def test_nothing_else_is_served(server, name):
+def test_serves_no_other_paths(server, name):
     with connected(server) as peer, pytest.raises(FileNotFoundError):
         peer.read(name, 100)
 
 
-def test_links_are_not_followed(server, tmp_path):
+def test_does_not_follow_links(server, tmp_path):
     (tmp_path / "shared/step/link").symlink_to(tmp_path / "secret")
     (tmp_path / "shared/away").symlink_to(tmp_path)
     with connected(server) as peer:
@@ -126,7 +126,7 @@ def test_links_are_not_followed(server, tmp_path):
                 peer.read(name, 100)
 
 
-def test_only_those_with_the_token_are_served(server, tmp_path):
+def test_serves_only_peers_with_token(server, tmp_path):
     (tmp_path / "shared/step/file").write_text("content")
     with (
         connected(server, token="guessed") as peer,
@@ -142,7 +142,7 @@ def test_only_those_with_the_token_are_served(server, tmp_path):
     assert (tmp_path / "shared/step/file").exists()
 
 
-def test_a_server_that_was_closed_is_gone(server, tmp_path):
+def test_closed_server_refuses_connections(server, tmp_path):
     server.close()
     with connected(server) as peer, pytest.raises(ConnectionError):
         next(peer.copy("step/file", tmp_path / "copy", 1))
@@ -185,7 +185,7 @@ def answering(answer):
     ],
     ids=["longer", "shorter", "endless", "part", "error", "noise", "stops", "silent"],
 )
-def test_a_peer_that_lies_or_is_silent_raises_an_error(answer, tmp_path):
+def test_dishonest_or_silent_peer_raises_error(answer, tmp_path):
     told = pytest.raises(OSError, match=r"file|timed out|refused|reset")
     with (
         answering(answer) as peer,
@@ -218,7 +218,7 @@ def holdings(draw):
 
 
 @given(holdings(), st.dictionaries(st.integers(0, 3), SAVES))
-def test_a_step_is_whole_if_the_parts_of_one_save_are(held, far):
+def test_step_is_whole_with_all_parts_of_one_save(held, far):
     found, lost = parts.choose(held, far)
     assert [step for step, *_ in found] == sorted((s for s, *_ in found), reverse=True)
     for step, save, holders, is_far in found:
@@ -248,7 +248,7 @@ def test_a_step_is_whole_if_the_parts_of_one_save_are(held, far):
             )
 
 
-def test_the_newest_save_of_a_step_comes_first():
+def test_prefers_newest_save_of_step():
     old = parts.Held("old", 1, (0,), created=1)
     new = parts.Held("new", 1, (0,), created=2)
     found, _ = parts.choose([{5: old}, {5: new}], {})
@@ -261,7 +261,7 @@ def test_the_newest_save_of_a_step_comes_first():
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=9), st.integers(0, 3))
-def test_copies_are_spread_over_other_domains(domains, count):
+def test_spreads_copies_over_other_domains(domains, count):
     keepers = parts.choose_copies(domains, count)
     for process, chosen in enumerate(keepers):
         others = [n for n, name in enumerate(domains) if name != domains[process]]
@@ -270,7 +270,7 @@ def test_copies_are_spread_over_other_domains(domains, count):
         assert len({domains[n] for n in chosen}) == len(chosen)
 
 
-def test_each_process_keeps_as_many_copies():
+def test_balances_copies_among_processes():
     for keepers in (parts.choose_copies("aabb", 1), parts.choose_copies("abcdef", 2)):
         load = [process for chosen in keepers for process in chosen]
         assert len({load.count(process) for process in load}) == 1

@@ -12,7 +12,7 @@ LAYOUTS = ["chunks", "default", "zstd", "compact"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moto", "seaweed"])
-def test_two_processes_save_into_a_store_as_one(store_path, tmp_path, kind):
+def test_two_processes_save_to_store_together(store_path, tmp_path, kind):
     path = store_path(kind)
     said = jobs.run("bucket", 2, tmp_path, layouts=LAYOUTS, url=str(path))
     assert said["bucket"] == ({"ok": True},) * 2

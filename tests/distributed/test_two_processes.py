@@ -48,21 +48,21 @@ def by_managers(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_leaf_comes_back_on_other_meshes_in_every_layout(job):
+def test_every_leaf_restores_on_other_meshes_in_every_layout(job):
     _, said = job
     first, second = said["save"]
     assert first == second, "all know what all have written"
     assert len(first["bytes"]) == 2 * len(LAYOUTS)
 
 
-def test_every_file_of_both_has_the_mode_asked_for(job):
+def test_files_of_both_processes_have_requested_mode(job):
     below = (job[0] / "save").glob("*/**/*")
     modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in below}
     assert modes == {(True, 0o750), (False, 0o640)}
 
 
 @pytest.mark.slow
-def test_snapshots_on_devices_need_no_common_order(tmp_path):
+def test_device_snapshots_need_no_common_order(tmp_path):
     said = jobs.run(
         "save,train", 2, tmp_path, layouts=["chunks", "compact"], snapshot="device"
     )
@@ -70,12 +70,12 @@ def test_snapshots_on_devices_need_no_common_order(tmp_path):
     assert said["train"] == ({"steps": [1, 2, 3]},) * 2
 
 
-def test_training_goes_on_while_another_process_has_not_written(job):
+def test_training_continues_while_other_process_is_writing(job):
     assert job[1]["train"] == ({"steps": [1, 2, 3]},) * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_of_several_items_are_saved_together(job, layout):
+def test_processes_save_steps_of_several_items_together(job, layout):
     directory, said = job
     assert said["items"] == ({"ok": True},) * 2
     path = directory / "items" / layout
@@ -89,19 +89,19 @@ def test_steps_of_several_items_are_saved_together(job, layout):
     assert list(flaxckpt.load(path / "1")) == ["arrays"]
 
 
-def test_all_compute_together_while_a_checkpoint_is_read(job):
+def test_processes_compute_during_load(job):
     assert job[1]["loading"] == ({"ok": True},) * 2
 
 
 @pytest.mark.slow
-def test_each_process_refuses_unsupported_leaves_and_names(with_orbax):
+def test_each_process_rejects_unsupported_leaves_and_names(with_orbax):
     told = ["UnsupportedLeafError", "LeafNameError", "UnsupportedLeafError"]
     wanted = {"told": [*told, "OptionError"], "steps": [1]}
     assert with_orbax[1]["refused"] == (wanted, wanted)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_process_verifies_and_loads_checkpoints_of_two(job, layout):
+def test_one_process_verifies_and_loads_two_process_checkpoints(job, layout):
     path = job[0] / "save" / layout / "2"
     report = flaxckpt.verify(path)
     assert report.ok, report
@@ -122,7 +122,7 @@ def check_whole(found, seed):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_damaged_value_is_found_in_each_processs_part(job, layout):
+def test_detects_damaged_value_in_part_of_each_process(job, layout):
     path = job[0] / "save" / layout / "2" / "state"
     parts = [*path.glob("d/[01].small.*"), *path.glob("d/[01].*/arrays.large")]
     assert {part.relative_to(path / "d").parts[0][0] for part in parts} == {"0", "1"}
@@ -138,7 +138,7 @@ def test_a_damaged_value_is_found_in_each_processs_part(job, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_stock_orbax_reads_the_whole_in_one_process(job, layout):
+def test_single_process_stock_orbax_reads_whole_checkpoint(job, layout):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     step = job[0] / "save" / layout / "2"
     values = states.values(2)
@@ -165,7 +165,7 @@ def test_stock_orbax_reads_the_whole_in_one_process(job, layout):
     np.testing.assert_array_equal(found["arrays"]["rows"], values["rows"])
 
 
-def test_processes_share_writing_and_reading_of_replicated_arrays(job):
+def test_processes_share_reads_and_writes_of_replicated_arrays(job):
     for said in job[1]["share"]:
         assert said["balance"] <= 1.1
         every, once = said["shares"]
@@ -174,7 +174,7 @@ def test_processes_share_writing_and_reading_of_replicated_arrays(job):
 
 
 @pytest.mark.slow
-def test_disagreement_between_processes_prevents_the_commit(with_orbax):
+def test_disagreement_between_processes_prevents_commit(with_orbax):
     first, second = (said["told"] for said in with_orbax[1]["disagree"])
     assert "step 11" in second[0]
     assert "step 10" in second[0]
@@ -182,7 +182,7 @@ def test_disagreement_between_processes_prevents_the_commit(with_orbax):
     assert all("process 1" in text for text in first + second)
 
 
-def test_each_process_has_its_part_of_the_data(job):
+def test_each_process_has_own_part_of_data(job):
     directory, said = job
     first, second = said["data"]
     assert not set(first["next"]) & set(second["next"])
@@ -192,7 +192,7 @@ def test_each_process_has_its_part_of_the_data(job):
     assert {f"dataset/{name}" for name in files} <= manifest["digests"].keys()
 
 
-def test_data_of_two_processes_go_on_in_one_only_if_they_are_elastic(job):
+def test_only_elastic_data_continues_in_one_process(job):
     directory, _ = job
     data = flaxckpt.datasets.StepIndexed(lambda i: 10 * i)
     with flaxckpt.Checkpointer(directory / "data/common", read_only=True) as ckpt:
@@ -219,7 +219,7 @@ class Parts:
         raise AssertionError("another process's state")
 
 
-def test_each_process_reads_its_share_only(job):
+def test_each_process_reads_only_its_share(job):
     for said in job[1]["sizes"]:
         assert said["share"] < 0.6
         assert said["parts"] < 0.6  # of each chunk a half, verified
@@ -230,7 +230,7 @@ def test_each_process_reads_its_share_only(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
-def test_other_numbers_of_processes_go_on(job, count, tmp_path):
+def test_other_process_counts_restore_checkpoint(job, count, tmp_path):
     """Two to one, two to four: on meshes of theirs."""
     (tmp_path / "restore").symlink_to(job[0] / "save")
     given = {"layouts": ["chunks", "compact"], "meshes": ["columns", "mixed"]}
@@ -239,7 +239,7 @@ def test_other_numbers_of_processes_go_on(job, count, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_old", [False, True])
-def test_two_processes_restore_checkpoints_of_one(tmp_path, is_old):
+def test_two_processes_restore_single_process_checkpoints(tmp_path, is_old):
     layouts = ["chunks", "compact"]
     jobs.run("save", 1, tmp_path, layouts=layouts)
     for step in (tmp_path / "save").glob("*/[12]") if is_old else ():
@@ -249,7 +249,7 @@ def test_two_processes_restore_checkpoints_of_one(tmp_path, is_old):
 
 
 @pytest.mark.slow
-def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
+def test_orbax_and_flaxckpt_read_each_other(with_orbax):
     directory, said = with_orbax
     assert said["orbax"] == ({"ok": True},) * 2
     found = flaxckpt.load(directory / "orbax/theirs")
@@ -259,7 +259,7 @@ def test_orbax_and_we_read_each_other_in_two_processes(with_orbax):
 
 
 @pytest.mark.slow
-def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
+def test_orbax_managers_save_flaxckpt_items(by_managers):
     directory, said = by_managers
     assert said["handler"] == ({"ok": True},) * 2
     for layout in LAYOUTS[::3]:
@@ -273,7 +273,7 @@ def test_orbax_managers_of_two_processes_save_items_of_flaxckpt(by_managers):
 
 
 @pytest.mark.slow
-def test_failure_of_one_manager_reaches_all_and_next_save_succeeds(tmp_path):
+def test_one_failing_manager_fails_all_but_not_next_save(tmp_path):
     said = jobs.run("handler_faults", 2, tmp_path)
     first, second = [dict(enumerate(f["told"])) for f in said["handler_faults"]]
     assert first[0][0] == second[1][0] == "UnsupportedLeafError"
@@ -287,19 +287,19 @@ def test_failure_of_one_manager_reaches_all_and_next_save_succeeds(tmp_path):
 
 
 @pytest.mark.slow
-def test_failure_of_one_process_reaches_all_and_next_save_succeeds(with_orbax):
+def test_one_failing_process_fails_all_but_not_next_save(with_orbax):
     first, second = with_orbax[1]["faults"]
     assert "process 1: " in first["told"]
     assert "does not fit the state" in second["told"]
 
 
 @pytest.mark.slow
-def test_a_save_cancelled_by_one_is_cancelled_for_all(with_orbax):
+def test_cancel_in_one_process_cancels_for_all(with_orbax):
     assert with_orbax[1]["cancelled"] == ({"steps": [9]},) * 2
 
 
 @pytest.mark.slow
-def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
+def test_late_process_is_named_and_prevents_commit(with_orbax):
     directory, said = with_orbax
     told = said["late"][0]["told"]
     assert "process 1: has not reached 'written' of step 2" in told
@@ -307,7 +307,7 @@ def test_error_names_the_late_process_and_nothing_is_committed(with_orbax):
 
 
 @pytest.mark.slow
-def test_error_names_a_process_lost_before_the_first_save(tmp_path):
+def test_error_names_process_lost_before_first_save(tmp_path):
     with jobs.Job("lost", 2, tmp_path, silent_secs=6.0) as job:
         for process in job.processes:
             assert "opened" in process.stdout.readline()
@@ -319,7 +319,7 @@ def test_error_names_a_process_lost_before_the_first_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_files_replace_the_coordination_service(tmp_path):
+def test_file_store_replaces_coordination_service(tmp_path):
     names = "together,save,late"
     said = jobs.run(names, 2, tmp_path, layouts=["chunks", "default"], files=True)
     assert said["together"] == ({"ok": True},) * 2
@@ -329,7 +329,7 @@ def test_files_replace_the_coordination_service(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_two_jobs_that_save_the_same_steps_one_wins_each(tmp_path):
+def test_one_of_two_competing_jobs_wins_each_step(tmp_path):
     steps = 6
     (tmp_path / "race").mkdir()
     with (

@@ -83,7 +83,7 @@ def save_in_rounds(barrier, directory, version, on_exists, layout):
 @pytest.mark.parametrize(
     "layout", slow.all_but([scenarios.RAW, scenarios.ENCODED], [scenarios.RAW])
 )
-def test_of_two_writers_of_one_step_one_wins(directory, on_exists, layout):
+def test_one_of_two_writers_wins_step(directory, on_exists, layout):
     first, second = Others(
         [(save_in_rounds, directory, n, on_exists, layout) for n in range(2)]
     ).results()
@@ -119,7 +119,7 @@ def save_every_other(barrier, directory, first):
 
 
 @pytest.mark.slow
-def test_two_runs_that_delete_in_one_directory_leave_whole_steps(directory):
+def test_concurrent_retention_leaves_whole_steps(directory):
     results = Others([(save_every_other, directory, n) for n in (1, 2)]).results()
     for told in results:
         assert len(told) >= STEPS - 1
@@ -182,7 +182,7 @@ def restore_again_and_again(barrier, directory, stop, memory_map):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_map", slow.all_but([False, True], [True]))
-def test_reader_of_a_deleted_step_gets_a_whole_step_or_an_error(directory, memory_map):
+def test_reader_gets_whole_step_or_error_during_deletion(directory, memory_map):
     run, stop = directory / "run", directory / "stop"
     last, found = Others(
         [
@@ -212,7 +212,7 @@ JUMPS = [(-DAY,), (YEAR,), (-DAY, YEAR, -DAY)]
 
 
 @pytest.mark.parametrize("jumps", JUMPS)
-def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jumps):
+def test_clock_jumps_delete_no_retained_step(tmp_path, clock, jumps):
     keep = [LatestN(2), EveryNSecs(3600)]
     ckpt = flaxckpt.Checkpointer(tmp_path, layout=scenarios.RAW, keep=keep)
     step = 0
@@ -243,7 +243,7 @@ def test_a_clock_that_jumps_deletes_nothing_that_is_to_stay(tmp_path, clock, jum
 
 
 @pytest.mark.parametrize("jumps", JUMPS)
-def test_a_clock_that_jumps_makes_no_save_due(tmp_path, clock, jumps):
+def test_clock_jumps_trigger_no_save(tmp_path, clock, jumps):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         on_step = flaxckpt.CheckpointCallback(
             ckpt, every_secs=3600, on_preemption=False

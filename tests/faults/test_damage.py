@@ -185,7 +185,7 @@ def is_between_chunks(step, name, old, new):
         for n, case in enumerate(CASES)
     ],
 )
-def test_damage_is_never_silent_and_the_step_before_comes_back(
+def test_damage_is_never_silent_and_restores_previous_step(
     tmp_path, caplog, store, codec, size
 ):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
@@ -230,7 +230,7 @@ def test_damage_is_never_silent_and_the_step_before_comes_back(
     assert run.outcome(memory_map=True) == 2, "all is healed"
 
 
-def test_enough_cases_of_damage_are_tried():
+def test_tries_enough_damage_cases():
     counts = [n * len(CASES) for n in (FLIPS, ZEROED, TRUNCATED, REMOVED)]
     assert all(
         n >= least for n, least in zip(counts, (1000, 500, 300, 200), strict=True)

@@ -66,14 +66,12 @@ def copy(source, target):
         for case in CASES
     ],
 )
-def test_a_checkpoint_deleted_during_a_load_is_whole_or_an_error(
-    case, tmp_path, monkeypatch
-):
+def test_deletion_during_load_yields_whole_state_or_error(case, tmp_path, monkeypatch):
     delete_at_every_moment(case, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_a_checkpoint_of_ours_deleted_during_a_load_is_whole_or_an_error(
+def test_deletion_of_own_checkpoint_yields_whole_state_or_error(
     is_old, tmp_path, monkeypatch
 ):
     leaves = {"w": np.arange(12.0).reshape(3, 4), "step": 3, "name": "run"}

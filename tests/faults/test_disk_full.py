@@ -94,7 +94,7 @@ def trouble_and_healing(root, layout, *, begin, end):
     return told.value
 
 
-def test_a_full_disk(disk, layout):
+def test_recovers_from_full_disk(disk, layout):
     disk.mount("size=24m")
     ballast = disk.path / "ballast"
 
@@ -108,7 +108,7 @@ def test_a_full_disk(disk, layout):
     assert "space" in str(error).lower()
 
 
-def test_a_disk_without_a_byte_left(disk, layout):
+def test_recovers_from_disk_without_free_byte(disk, layout):
     disk.mount("size=24m")
     ballast = disk.path / "ballast"
 
@@ -120,7 +120,7 @@ def test_a_disk_without_a_byte_left(disk, layout):
     trouble_and_healing(disk.path / "run", layout, begin=fill, end=ballast.unlink)
 
 
-def test_a_disk_without_inodes(disk, layout):
+def test_recovers_from_disk_without_inodes(disk, layout):
     disk.mount("size=64m,nr_inodes=150")
     many = disk.path / "many"
     many.mkdir()
@@ -136,7 +136,7 @@ def test_a_disk_without_inodes(disk, layout):
     trouble_and_healing(disk.path / "run", layout, begin=fill, end=free)
 
 
-def test_a_disk_that_becomes_read_only(disk, layout):
+def test_recovers_from_read_only_disk(disk, layout):
     disk.mount("size=64m")
     trouble_and_healing(
         disk.path / "run",
@@ -146,7 +146,7 @@ def test_a_disk_that_becomes_read_only(disk, layout):
     )
 
 
-def test_a_damaged_step_on_a_disk_that_is_read_only_is_left_out_all_the_same(disk):
+def test_skips_damaged_step_on_read_only_disk(disk):
     disk.mount("size=64m")
     ckpt = flaxckpt.Checkpointer(disk.path / "run", layout=LAYOUTS["none"])
     for step in (1, 2):
@@ -178,7 +178,7 @@ def small_files():
     signal.signal(signal.SIGXFSZ, before)
 
 
-def test_files_that_may_not_grow(tmp_path, layout, small_files):
+def test_recovers_from_file_size_limit(tmp_path, layout, small_files):
     begin, end = small_files
     error = trouble_and_healing(tmp_path / "run", layout, begin=begin, end=end)
     assert "File too large" in str(error)

@@ -75,7 +75,7 @@ ended.wait()""",
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_that_ends_has_saved_or_says_so(run, tmp_path, way, full):
+def test_exiting_program_finishes_or_reports_save(run, tmp_path, way, full):
     begin = "full = True; fill_up()\n" if full else "full = False\n"
     done = run(begin + WAYS[way])
     assert done.returncode == (1 if full else 0), done.stderr
@@ -105,7 +105,7 @@ replace("commit.write_files", fails)""",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", MUTE)
-def test_failed_save_sets_the_exit_code_even_without_output(run, tmp_path, way):
+def test_failed_save_sets_exit_code_even_without_output(run, tmp_path, way):
     full = way != "no words"
     done = run(f"{MUTE[way]}\nfull = {full}\nif full: fill_up()\nsave(directory, full)")
     assert done.returncode == 1
@@ -128,7 +128,7 @@ save(directory)
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_at_the_end_does_not_pass_for_success(tmp_path):
+def test_second_ctrl_c_at_exit_reports_interrupted_save(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BEGIN + INTERRUPTED)
     process = subprocess.Popen(
@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_at_the_end_does_not_pass_for_success(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
-def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
+def test_early_registered_exit_handler_can_save(tmp_path, full):
     program = tmp_path / "program.py"
     early = """
     import atexit, sys
@@ -181,7 +181,7 @@ def test_a_save_from_an_exit_handler_registered_before_ours(tmp_path, full):
 
 
 @pytest.mark.slow
-def test_a_program_that_cancels_its_save_ends_well(run, tmp_path):
+def test_program_cancelling_its_save_exits_cleanly(run, tmp_path):
     done = run(
         """
         handle = save(directory)
@@ -193,7 +193,7 @@ def test_a_program_that_cancels_its_save_ends_well(run, tmp_path):
     assert done.stderr == ""
 
 
-def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
+def test_unhandled_error_lets_save_finish(run, tmp_path):
     done = run("save(directory); raise ValueError('oh')")
     assert done.returncode == 1
     assert "ValueError: oh" in done.stderr
@@ -203,7 +203,7 @@ def test_an_unhandled_error_lets_the_save_end(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method, full):
+def test_multiprocessing_child_finishes_or_reports_save(run, tmp_path, method, full):
     done = run(
         """
         def child(queue, directory, full):
@@ -229,7 +229,7 @@ def test_a_process_of_multiprocessing_has_saved_or_says_so(run, tmp_path, method
 
 
 @pytest.mark.slow
-def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
+def test_fork_ignores_saves_of_its_parent(run, tmp_path):
     """Neither waits for them, nor tells of them, nor is kept from saving."""
     done = run(
         """
@@ -274,7 +274,7 @@ def test_a_fork_leaves_the_saves_of_its_parent_to_it(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_does_not_wait_for_a_load_of_its_parent(run, tmp_path):
+def test_fork_does_not_wait_for_load_of_its_parent(run, tmp_path):
     done = run(
         """
         save(directory).wait()
@@ -317,7 +317,7 @@ def test_fork_does_not_report_earlier_failures(run):
     assert (done.stdout, done.returncode) == ("0\n", 1), done.stderr
 
 
-def test_a_fork_while_the_collector_is_paused_has_it_on(run):
+def test_fork_reenables_paused_garbage_collector(run):
     done = run(
         """
         import gc

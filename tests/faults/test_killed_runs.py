@@ -81,9 +81,7 @@ def assert_equal_ends(directory, straight):
         pytest.param("nnx", 8, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_killed_at_random_moments_ends_like_a_straight_one(
-    tmp_path, cache, kind, kills
-):
+def test_killed_run_ends_like_uninterrupted_run(tmp_path, cache, kind, kills):
     chance = random.Random(f"kill {kind}")
     for _ in range(kills):
         code, err = interrupt(kind, tmp_path / "run", cache, signal.SIGKILL, chance)
@@ -97,7 +95,7 @@ def test_a_run_killed_at_random_moments_ends_like_a_straight_one(
 
 
 @pytest.mark.slow
-def test_a_run_told_to_stop_saves_leaves_and_goes_on(tmp_path, cache):
+def test_stopped_run_saves_exits_and_resumes(tmp_path, cache):
     chance = random.Random("stop")
     before = 0
     for _ in range(8):

@@ -124,7 +124,7 @@ class Run:
 @pytest.mark.slow
 @pytest.mark.parametrize("items", ["state", ITEMS], ids=["state", "items"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, items):
+def test_detects_file_from_another_place(tmp_path, monkeypatch, caplog, case, items):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
     options = {"checksum": False} if "zarr 2" in case else {}
     options["chunk_bytes"] = CHUNK_BYTES
@@ -148,7 +148,7 @@ def test_a_file_of_another_place_is_found(tmp_path, monkeypatch, caplog, case, i
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, case):
+def test_detects_directory_of_another_step(tmp_path, monkeypatch, caplog, case):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
     run = Run(tmp_path / "run", case, items=ITEMS, chunk_bytes=CHUNK_BYTES)
     aside = tmp_path / "aside"
@@ -171,7 +171,7 @@ def test_a_directory_of_another_step_is_found(tmp_path, monkeypatch, caplog, cas
 
 
 @pytest.mark.parametrize("is_by_step", [True, False])
-def test_metrics_of_another_copy_are_found(tmp_path, caplog, is_by_step):
+def test_detects_metrics_of_another_copy(tmp_path, caplog, is_by_step):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
     run = Run(tmp_path / "run", "ocdbt")
     copies = tmp_path / "copies"
@@ -187,9 +187,7 @@ def test_metrics_of_another_copy_are_found(tmp_path, caplog, is_by_step):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_backup_that_stopped_over_an_older_one_is_found(
-    tmp_path, monkeypatch, caplog, case
-):
+def test_detects_incomplete_backup_over_older_one(tmp_path, monkeypatch, caplog, case):
     caplog.set_level(logging.CRITICAL, logger="flaxckpt")
     run = Run(tmp_path / "run", case, chunk_bytes=CHUNK_BYTES)
     save_run(tmp_path / "newer", case, first=5, chunk_bytes=CHUNK_BYTES)
@@ -215,7 +213,7 @@ def test_a_backup_that_stopped_over_an_older_one_is_found(
 @pytest.mark.parametrize(
     "case", ["files", "files, compact", "ocdbt", "ocdbt, compact", *OLD]
 )
-def test_chunks_of_any_size_are_bound(tmp_path, case, way):
+def test_detects_swapped_chunks_of_any_size(tmp_path, case, way):
     states = save_run(tmp_path / "run", case, rows=300)
     path, other = tmp_path / "run/2", tmp_path / "run/1"
     if way == "converted":
@@ -277,7 +275,7 @@ def put_chunk(root, name, content):
     replace(root / place.file, bytes(whole))
 
 
-def test_the_values_of_another_state_of_one_array_are_found(tmp_path):
+def test_detects_values_of_another_single_array_state(tmp_path):
     for name, value in (("a", 1.0), ("b", 2.0)):
         flaxckpt.save(tmp_path / name, np.full(3, value))
     file = "state/d/0.small.0"

@@ -101,7 +101,7 @@ class Victim:
         ckpt.close()
 
 
-def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
+def test_power_cut_loses_no_finished_save(disk):
     chance = random.Random(f"power {disk.mount_point.name}")
     victim = Victim(disk)
     victim.train(2, LAYOUTS[0], None)
@@ -124,7 +124,7 @@ def test_a_power_cut_loses_no_step_whose_save_has_ended(disk):
         victim.check()
 
 
-def test_the_power_is_back_although_another_namespace_has_the_old_mount(disk):
+def test_disk_restarts_despite_mount_in_another_namespace(disk):
     """Else each file of the disk cannot be read, after the restart as before."""
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")

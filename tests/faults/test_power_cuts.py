@@ -60,13 +60,13 @@ def problems_of(worker, directory, scenario, *, most=STATES):
 
 
 @pytest.mark.parametrize("scenario", slow.all_but(CUT, ["Pins"]))
-def test_a_power_cut_loses_nothing_that_was_acknowledged(worker, directory, scenario):
+def test_power_cut_loses_no_acknowledged_save(worker, directory, scenario):
     problems = list(problems_of(worker, directory, scenario))
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.slow
-def test_a_save_that_syncs_nothing_is_found_out(worker, directory):
+def test_detects_save_without_syncs(worker, directory):
     missing = {"is gone", "cannot be read"}  # until a state shows it
     for problem in problems_of(worker, directory, "Careless", most=1000):
         missing -= {sign for sign in missing if sign in problem}

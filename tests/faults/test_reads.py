@@ -70,6 +70,6 @@ def test_read_faults_yield_exact_values_or_errors(worker, directory, scenario, f
 @pytest.mark.parametrize(
     "scenario", slow.all_but(scenarios.SCENARIOS, ["NewStep", "Retention"])
 )
-def test_read_errors_during_a_run_lose_nothing(worker, directory, scenario):
+def test_read_errors_during_run_lose_nothing(worker, directory, scenario):
     _, problems = outcomes(worker, directory, scenario, "one error", TRIED["written"])
     assert not problems, "\n".join(problems)

@@ -50,7 +50,9 @@ ENDED = {0, 3}  # done, or failed as it should
         {*itertools.product(QUICK, FAULTS)} - {("FirstSave", "killed")},
     ),
 )
-def test_nothing_is_lost_unreadable_or_unreported(worker, directory, scenario, fault):
+def test_failing_calls_lose_nothing_and_are_reported(
+    worker, directory, scenario, fault
+):
     base, work = directory / "base", directory / "work"
     assert worker("prepare", scenario=scenario, base=base)["code"] == 0
     step, first = 1, 1
@@ -90,6 +92,6 @@ def found_in(done, fault):
         )
 
 
-def test_the_promises_count_the_scenarios_right():
+def test_documentation_counts_scenarios_correctly():
     text = " ".join(PROMISES.read_text().split())
     assert f"every file system call of {len(scenarios.SCENARIOS)} scenarios" in text

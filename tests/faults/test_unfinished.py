@@ -54,7 +54,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", ["preflight", "resume"])
-def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
+def test_next_opening_removes_leftovers_of_killed_trial(tmp_path, trial):
     process = subprocess.Popen(
         [sys.executable, "-c", TRYING, tmp_path, trial],
         cwd=ROOT,
@@ -74,7 +74,7 @@ def test_a_trial_that_is_killed_is_swept_at_the_next_opening(tmp_path, trial):
 
 
 @pytest.mark.parametrize("what", ["writing", "deleted", "replaced"])
-def test_writable_run_removes_leftovers_of_a_crash(tmp_path, what):
+def test_writable_run_removes_leftovers_of_crash(tmp_path, what):
     leave(tmp_path, "7")
     left = leave(tmp_path, f"7.orbax-checkpoint-tmp-{what}-0123abcd")
     aside = leave(tmp_path / "params_only", LEFT)
@@ -86,7 +86,7 @@ def test_writable_run_removes_leftovers_of_a_crash(tmp_path, what):
     assert (tmp_path / "7" / "state" / "file").exists()
 
 
-def test_interrupted_replacement_is_undone(tmp_path, caplog):
+def test_undoes_interrupted_replacement(tmp_path, caplog):
     """Where two directories cannot be exchanged in one step."""
     step = leave(tmp_path, "7.orbax-checkpoint-tmp-replaced-0123abcd")
     (step / "flaxckpt.json").touch()
@@ -108,7 +108,7 @@ def test_interrupted_replacement_is_undone(tmp_path, caplog):
         "7.orbax-checkpoint-tmp-metrics",
     ],
 )
-def test_leftovers_of_other_writers_stay(tmp_path, name):
+def test_keeps_leftovers_of_other_writers(tmp_path, name):
     left = leave(tmp_path, name)
     flaxckpt.Checkpointer(tmp_path).save(7, {"a": 1}).wait()
     assert left.exists()
@@ -121,14 +121,14 @@ def test_leftovers_of_other_writers_stay(tmp_path, name):
         ("7.orbax-checkpoint-tmp-metrics-0123abcd", 90),
     ],
 )
-def test_old_unlocked_leftovers_are_removed(tmp_path, name, secs):
+def test_removes_old_unlocked_leftovers(tmp_path, name, secs):
     left = leave(tmp_path, name)
     grow_old(left, secs)
     flaxckpt.Checkpointer(tmp_path)
     assert not left.exists()
 
 
-def test_claimed_directory_is_not_removed(tmp_path):
+def test_keeps_claimed_directory(tmp_path):
     left = leave(tmp_path, LEFT)
     with run_files.locked(left):
         flaxckpt.Checkpointer(tmp_path)
@@ -137,7 +137,7 @@ def test_claimed_directory_is_not_removed(tmp_path):
     assert not left.exists()
 
 
-def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
+def test_removes_leftovers_on_shared_disks_by_age(tmp_path, monkeypatch):
     left = leave(tmp_path, LEFT)
     seams.replace(monkeypatch, "filesystem.is_local", lambda path: False)
     flaxckpt.Checkpointer(tmp_path)
@@ -157,7 +157,7 @@ def test_where_others_may_write_age_counts(tmp_path, monkeypatch):
     assert not other.exists()
 
 
-def test_nothing_is_removed_through_a_link(tmp_path):
+def test_removes_nothing_through_links(tmp_path):
     target = leave(tmp_path / "elsewhere", "precious")
     run = tmp_path / "run"
     run.mkdir()
@@ -173,7 +173,7 @@ def test_nothing_is_removed_through_a_link(tmp_path):
     assert (run / LEFT).is_symlink()
 
 
-def test_a_bare_checkpoint_is_swept_at_its_next_save(tmp_path):
+def test_next_save_removes_leftovers_of_bare_checkpoint(tmp_path):
     left = leave(tmp_path, "model.orbax-checkpoint-tmp-writing-0123abcd")
     other = leave(tmp_path, LEFT)
     flaxckpt.save(tmp_path / "model", {"a": 1})
@@ -181,7 +181,7 @@ def test_a_bare_checkpoint_is_swept_at_its_next_save(tmp_path):
     assert other.exists()
 
 
-def test_small_files_of_the_dead_go_when_they_are_old(tmp_path):
+def test_removes_small_leftovers_only_when_old(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, metadata={"name": "a"}) as ckpt:
         ckpt.save(7, {"a": 1}, metrics={"loss": 1.0}).wait()
     replacing = ["7/PINNED", "7/metrics/metrics", "metadata/_ROOT_METADATA"]
@@ -210,7 +210,7 @@ USERS_OWN = [
 
 
 @pytest.mark.parametrize("place", ["", "7", "7/metrics", "metadata"])
-def test_files_of_the_user_stay_however_old_they_are(tmp_path, place):
+def test_keeps_user_files_of_any_age(tmp_path, place):
     with flaxckpt.Checkpointer(tmp_path, metadata={"name": "a"}) as ckpt:
         ckpt.save(7, {"a": 1}, metrics={"loss": 1.0}).wait()
     own = [tmp_path / place / name for name in USERS_OWN]
@@ -224,7 +224,7 @@ def test_files_of_the_user_stay_however_old_they_are(tmp_path, place):
 
 
 @pytest.mark.parametrize("place", ["7/metrics", "metadata"])
-def test_small_files_behind_links_stay(tmp_path, place):
+def test_keeps_small_files_behind_links(tmp_path, place):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     flaxckpt.Checkpointer(run).save(7, {"a": 1}).wait()
     elsewhere.mkdir()
@@ -242,7 +242,7 @@ def test_small_files_behind_links_stay(tmp_path, place):
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_lose_nothing(worker, directory):
+def test_random_kills_lose_nothing(worker, directory):
     chance = random.Random("kills")
     assert worker("prepare", scenario="Endless", base=directory / "base")["code"] == 0
     for _ in range(KILLS):

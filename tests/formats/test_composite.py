@@ -95,7 +95,7 @@ def trainer(_trainer, tmp_path):
 # ---- one tree -----------------------------------------------------------------------
 
 
-def test_the_items_are_branches_of_one_tree(trainer):
+def test_loads_items_as_branches_of_one_tree(trainer):
     found = flaxckpt.load(trainer)
     with ocp.CheckpointManager(trainer.parent) as manager:
         args = ocp.args.Composite(
@@ -112,20 +112,20 @@ def test_the_items_are_branches_of_one_tree(trainer):
         assert_same(found[item], wanted[item])
 
 
-def test_a_state_of_the_same_branches_gets_its_own_classes(trainer):
+def test_template_with_same_branches_restores_its_classes(trainer):
     wanted = trainer_state()
     for path in (trainer, trainer.parent):
         assert_same(flaxckpt.load(path, trainer_state(0.0), unused="ignore"), wanted)
 
 
-def test_only_the_items_that_are_asked_for_are_read(trainer):
+def test_reads_only_requested_items(trainer):
     wanted = {"model_params": trainer_state()["model_params"]}
     plan = flaxckpt.plan(trainer, wanted)
     assert plan.bytes_to_read == 64 * 64 * 4 + 3 * 4
     assert_same(flaxckpt.load(trainer, wanted, unused="ignore"), wanted)
 
 
-def test_metadata_has_items_json_metrics_and_the_dataset(trainer):
+def test_metadata_describes_items_json_metrics_and_dataset(trainer):
     metadata = flaxckpt.metadata(trainer)
     assert metadata.format == "orbax"
     assert metadata.items == ("model_params", "optimizer_state")
@@ -138,12 +138,12 @@ def test_metadata_has_items_json_metrics_and_the_dataset(trainer):
     assert not flaxckpt.metadata(write_trainer(trainer.parent.parent / "b")).has_dataset
 
 
-def test_a_leaf_is_opened_by_its_path_with_the_item(trainer):
+def test_opens_leaf_by_path_with_item(trainer):
     array = flaxckpt.open_leaf(trainer, "model_params/dense/bias")
     np.testing.assert_array_equal(array[1:].read().result(), [1, 2])
 
 
-def test_a_run_of_orbax_resumes(trainer):
+def test_orbax_run_resumes(trainer):
     with flaxckpt.Checkpointer(trainer.parent, read_only=True) as run:
         assert run.steps() == [STEP]
         assert run.has_dataset(STEP)
@@ -155,7 +155,7 @@ def test_a_run_of_orbax_resumes(trainer):
     assert next(data) == next(used)
 
 
-def test_a_converted_checkpoint_is_the_same(trainer, tmp_path):
+def test_converted_checkpoint_equals_source(trainer, tmp_path):
     target = tmp_path / "converted"
     flaxckpt.convert(trainer, target)
     assert flaxckpt.verify(target).ok
@@ -164,7 +164,7 @@ def test_a_converted_checkpoint_is_the_same(trainer, tmp_path):
     assert_same(flaxckpt.load(target), flaxckpt.load(trainer))
 
 
-def test_items_are_converted_to_other_formats(trainer, tmp_path):
+def test_converts_items_to_other_formats(trainer, tmp_path):
     target = tmp_path / "params.safetensors"
     kept = [flaxckpt.transforms.keep("model_params/.*")]
     flaxckpt.convert(trainer, target, format="safetensors", transforms=kept)
@@ -182,7 +182,7 @@ def test_verify_reads_all_items(trainer):
     assert all(name.startswith("optimizer_state") for name in report.unreadable)
 
 
-def test_a_single_item_is_read_as_it_is(tmp_path):
+def test_loads_single_item_without_its_name(tmp_path):
     saved = ocp.args.StandardSave({"w": jnp.ones(2)})
     step = write(tmp_path, params=saved, config=ocp.args.JsonSave(CONFIG))
     assert list(flaxckpt.load(step)) == ["w"]
@@ -193,7 +193,7 @@ def test_a_single_item_is_read_as_it_is(tmp_path):
     assert flaxckpt.verify(tmp_path / "converted").ok
 
 
-def test_trees_of_any_name_are_read(tmp_path):
+def test_reads_trees_of_any_name(tmp_path):
     saved = {
         name: ocp.args.StandardSave({"w": jnp.full(2, i)})
         for i, name in enumerate(("dataset", "metrics", "state", "default"))
@@ -206,7 +206,7 @@ def test_trees_of_any_name_are_read(tmp_path):
     assert not flaxckpt.metadata(tmp_path / str(STEP)).has_dataset
 
 
-def test_a_step_in_a_store_is_read(trainer):
+def test_reads_step_in_store(trainer):
     target = faulty.new_path("composite") / "run" / str(STEP)
     for file in sorted(trainer.rglob("*")):
         if file.is_file():
@@ -234,7 +234,7 @@ VALUES = st.recursive(
 
 @pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.lists(VALUES))
-def test_json_comes_back_as_json(tmp_path_factory, left, right):
+def test_json_round_trips(tmp_path_factory, left, right):
     step = tmp_path_factory.mktemp("json")
     for name, value in {"left": left, "right": right}.items():
         (step / name).mkdir()
@@ -245,7 +245,7 @@ def test_json_comes_back_as_json(tmp_path_factory, left, right):
     assert json.dumps(found) == json.dumps({"left": left, "right": right})
 
 
-def test_json_without_the_form_of_leaves_is_left_out(tmp_path, caplog):
+def test_omits_json_not_representable_as_leaves(tmp_path, caplog):
     big = {"seeds": [1, 2**70]}
     step = write(tmp_path, a=ocp.args.JsonSave(big), b=ocp.args.JsonSave(CONFIG))
     assert flaxckpt.load(step) == {"b": CONFIG}
@@ -267,7 +267,7 @@ def change(item):
 
 
 @pytest.mark.parametrize("damage", [lose, lose_file, change])
-def test_damaged_json_is_named_and_the_state_is_read(trainer, damage, caplog):
+def test_damaged_json_is_reported_and_state_still_loads(trainer, damage, caplog):
     damage(trainer / "config")
     wanted = trainer_state()
     assert list(flaxckpt.load(trainer)) == list(wanted)
@@ -303,7 +303,7 @@ def test_damaged_json_does_not_block_other_json(tmp_path):
     assert "'b' cannot be read" in str(info.value)
 
 
-def test_json_asked_for_as_leaves_is_hinted_at(trainer):
+def test_error_for_json_requested_as_leaves_gives_hint(trainer):
     wanted = trainer_state() | {"config": {"name": "large"}}
     with pytest.raises(errors.RestoreMismatchError) as info:
         flaxckpt.load(trainer, wanted)
@@ -353,7 +353,7 @@ def elastic():
     return grain.experimental.ElasticIterator(data, 4, shards)
 
 
-def test_the_shared_state_of_an_elastic_iterator_is_a_dataset(tmp_path):
+def test_recognizes_shared_elastic_iterator_state_as_dataset(tmp_path):
     used = elastic()
     next(used)
     state = {"w": jnp.ones(2)}
@@ -369,7 +369,7 @@ def test_the_shared_state_of_an_elastic_iterator_is_a_dataset(tmp_path):
         assert run.verify(STEP).ok
 
 
-def test_an_item_of_an_unknown_handler_is_left_out_with_the_reason(tmp_path, caplog):
+def test_omits_item_of_unknown_handler_with_reason(tmp_path, caplog):
     step = write_trainer(tmp_path, notes=TextArgs("hello"))
     assert list(flaxckpt.load(step)) == ["model_params", "optimizer_state"]
     [record] = [r for r in caplog.records if r.name.startswith("flaxckpt")]
@@ -383,7 +383,7 @@ def test_an_item_of_an_unknown_handler_is_left_out_with_the_reason(tmp_path, cap
     assert [row.leaf for row in info.value.mismatches] == ["notes/a"]
 
 
-def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog):
+def test_lost_item_leaves_paths_of_others_unchanged(trainer, caplog):
     shutil.rmtree(trainer / "optimizer_state")
     found = flaxckpt.load(trainer)
     assert list(found) == ["model_params"]
@@ -409,7 +409,7 @@ def test_a_lost_item_is_left_out_and_the_others_keep_their_paths(trainer, caplog
     assert flaxckpt.verify(trainer).ok
 
 
-def test_errors_and_metadata_name_a_deleted_item(trainer, caplog):
+def test_errors_and_metadata_name_deleted_item(trainer, caplog):
     with flaxckpt.Checkpointer(trainer.parent) as run:
         run.delete(STEP, item="optimizer_state")
         assert run.metadata(STEP).deleted_items == ("optimizer_state",)
@@ -428,7 +428,7 @@ def test_errors_and_metadata_name_a_deleted_item(trainer, caplog):
     assert not [r for r in caplog.records if r.name.startswith("flaxckpt.formats")]
 
 
-def test_error_explains_a_deleted_dataset(trainer):
+def test_error_explains_deleted_dataset(trainer):
     with flaxckpt.Checkpointer(trainer.parent) as run:
         run.delete(STEP, item="iter")
         assert run.metadata(STEP).deleted_items == ("iter",)
@@ -438,7 +438,7 @@ def test_error_explains_a_deleted_dataset(trainer):
         assert run.verify(STEP).ok
 
 
-def test_a_tree_without_its_description_is_damage(trainer):
+def test_missing_tree_description_counts_as_damage(trainer):
     (trainer / "optimizer_state" / "_METADATA").unlink()
     with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state") as info:
         flaxckpt.load(trainer)
@@ -463,7 +463,7 @@ def damage_database(item):
     [damage_description, damage_json, damage_database],
     ids=lambda f: f.__name__,
 )
-def test_a_damaged_item_does_not_block_others(trainer, damage, caplog):
+def test_damaged_item_does_not_block_others(trainer, damage, caplog):
     damage(trainer / "optimizer_state")
     wanted = trainer_state()
     params = {"model_params": wanted["model_params"]}
@@ -498,7 +498,7 @@ def test_a_damaged_item_does_not_block_others(trainer, damage, caplog):
         ),
     ],
 )
-def test_reading_a_damaged_item_names_it(trainer, read):
+def test_error_names_damaged_item_on_read(trainer, read):
     damage_json(trainer / "optimizer_state")
     with pytest.raises(errors.DamagedCheckpointError) as info:
         read(trainer)
@@ -520,7 +520,7 @@ def test_run_falls_back_only_if_wanted_items_are_damaged(trainer, damage):
         assert run.steps() == [STEP]
 
 
-def test_all_damaged_items_are_named(trainer):
+def test_error_names_all_damaged_items(trainer):
     for item in ("model_params", "optimizer_state"):
         damage_json(trainer / item)
     for read in (flaxckpt.load, flaxckpt.metadata):
@@ -530,7 +530,7 @@ def test_all_damaged_items_are_named(trainer):
         assert "'optimizer_state' cannot be read" in str(info.value)
 
 
-def test_an_item_that_is_not_known_is_not_deleted(tmp_path):
+def test_delete_rejects_unknown_item(tmp_path):
     step = write_trainer(tmp_path, notes=TextArgs("hello"))
     with flaxckpt.Checkpointer(tmp_path) as run:
         with pytest.raises(errors.OptionError) as info:
@@ -542,7 +542,7 @@ def test_an_item_that_is_not_known_is_not_deleted(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../secret", "/secret", "..", "a\\b", "a\0", "a" * 300, ""]
 )
-def test_names_that_lead_out_of_the_step_are_refused(trainer, name):
+def test_rejects_names_leading_out_of_step(trainer, name):
     file = trainer / "_CHECKPOINT_METADATA"
     fields = json.loads(file.read_text())
     fields["item_handlers"][name] = fields["item_handlers"]["model_params"]
@@ -551,7 +551,7 @@ def test_names_that_lead_out_of_the_step_are_refused(trainer, name):
         flaxckpt.load(trainer)
 
 
-def test_links_that_lead_out_of_the_step_are_refused(trainer, tmp_path):
+def test_rejects_links_leading_out_of_step(trainer, tmp_path):
     for item in ("model_params", "config"):
         (trainer / item).rename(tmp_path / item)
         (trainer / item).symlink_to(tmp_path / item)
@@ -580,7 +580,7 @@ def own(trainer):
     return trainer
 
 
-def test_an_item_in_our_format_keeps_its_classes(own):
+def test_item_in_own_format_keeps_its_classes(own):
     found = flaxckpt.load(own)
     wanted = trainer_state()
     assert_same(found["optimizer_state"], wanted["optimizer_state"])
@@ -590,7 +590,7 @@ def test_an_item_in_our_format_keeps_its_classes(own):
     assert metadata.has_dataset
 
 
-def test_an_item_in_our_format_may_be_the_only_one(own):
+def test_item_in_own_format_can_be_only_one(own):
     for item in ("model_params", "config"):
         shutil.rmtree(own / item)
     file = own / "_CHECKPOINT_METADATA"
@@ -609,7 +609,7 @@ def test_an_item_in_our_format_may_be_the_only_one(own):
     check_damage(own, "0/mu/dense/kernel")
 
 
-def test_an_item_in_our_format_is_compared_with_its_checksums(own):
+def test_verify_compares_checksums_of_item_in_own_format(own):
     report = flaxckpt.verify(own)
     assert report.ok, str(report)
     assert not any(name.startswith("optimizer_state") for name in report.unchecked)
@@ -629,7 +629,7 @@ def check_damage(step, leaf):
         flaxckpt.load(step)
 
 
-def test_a_lost_json_item_is_named(tmp_path, caplog):
+def test_reports_lost_json_item(tmp_path, caplog):
     with ocp.CheckpointManager(tmp_path) as manager:
         tree = ocp.args.StandardSave({"w": np.ones(2)})
         args = ocp.args.Composite(a=tree, b=tree, cfg=ocp.args.JsonSave({"x": 1}))
@@ -668,9 +668,7 @@ def intact(tmp_path_factory):
     trees=st.sets(st.sampled_from(TREES), max_size=2),
     texts=st.sets(st.sampled_from(TEXTS)),
 )
-def test_items_that_are_not_damaged_are_read(
-    intact, tmp_path_factory, kind, trees, texts
-):
+def test_reads_undamaged_items(intact, tmp_path_factory, kind, trees, texts):
     steps, state, json_items = intact
     step = tmp_path_factory.mktemp("damaged") / "step"
     shutil.copytree(steps[kind], step)

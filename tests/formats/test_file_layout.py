@@ -14,7 +14,7 @@ parts = st.one_of(
 
 
 @given(st.lists(parts, max_size=8), st.integers(1, 7), st.randoms())
-def test_pieces_may_be_written_in_any_order(tmp_path_factory, parts, step, random):
+def test_writes_pieces_in_any_order(tmp_path_factory, parts, step, random):
     layout = file_layout.FileLayout("file")
     arrays = {}
     for name, content in parts:

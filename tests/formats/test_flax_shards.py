@@ -54,7 +54,7 @@ def check(found, wanted):
 
 @pytest.mark.parametrize("wrap", [dict, freeze])
 @pytest.mark.parametrize("name", ["", INDEX])
-def test_shards_with_an_index_are_one_model(tmp_path, wrap, name):
+def test_shards_with_index_form_one_model(tmp_path, wrap, name):
     wanted = wrap(model())
     path = write(tmp_path / "model", model()) / name
     check(flaxckpt.load(path, wanted), wanted)
@@ -63,13 +63,13 @@ def test_shards_with_an_index_are_one_model(tmp_path, wrap, name):
     assert flaxckpt.verify(path).ok
 
 
-def test_shards_are_converted(tmp_path):
+def test_converts_shards(tmp_path):
     source = write(tmp_path / "model", model())
     flaxckpt.convert(source, tmp_path / "one.safetensors")
     check(flaxckpt.load(tmp_path / "one.safetensors", model()), model())
 
 
-def test_a_single_shard_warns_and_names_the_index(tmp_path, caplog):
+def test_single_shard_warns_and_names_index(tmp_path, caplog):
     source = write(tmp_path / "model", model())
     with caplog.at_level(logging.WARNING):
         flaxckpt.load(source / "flax_model-00001-of-00003.msgpack")
@@ -78,7 +78,7 @@ def test_a_single_shard_warns_and_names_the_index(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
-def test_shards_without_their_index_are_no_checkpoint(tmp_path, caplog, left):
+def test_rejects_shards_without_index(tmp_path, caplog, left):
     source = write(tmp_path / "model", model())
     (source / INDEX).unlink()
     for at in range(left + 1, 4):
@@ -93,21 +93,21 @@ def test_shards_without_their_index_are_no_checkpoint(tmp_path, caplog, left):
     assert INDEX not in caplog.text
 
 
-def test_of_several_indices_one_is_to_be_chosen(tmp_path):
+def test_rejects_ambiguous_indices(tmp_path):
     source = write(tmp_path / "model", model())
     (source / f"other_{INDEX}").write_text((source / INDEX).read_text())
     with pytest.raises(errors.CheckpointFormatError, match=r"msgpack indices.*one$"):
         flaxckpt.load(source)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_error_names_missing_shard(tmp_path):
     source = write(tmp_path / "model", model())
     (source / "flax_model-00002-of-00003.msgpack").unlink()
     with pytest.raises(errors.DamagedCheckpointError, match=r"00002.*it is missing"):
         flaxckpt.load(source)
 
 
-def test_an_index_that_does_not_match_is_refused(tmp_path):
+def test_rejects_mismatched_index(tmp_path):
     source = write(tmp_path / "model", model())
     index = json.loads((source / INDEX).read_text())
     index["weight_map"]["transformer/other"] = "flax_model-00001-of-00003.msgpack"
@@ -121,7 +121,7 @@ def test_an_index_that_does_not_match_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 5), (-1, 300, 70_000)])
-def test_integer_keys_are_read(tmp_path, numbers):
+def test_reads_integer_keys(tmp_path, numbers):
     state = {number: {"w": np.arange(3.0) + number} for number in numbers}
     file = tmp_path / "model.msgpack"
     file.write_bytes(serialization.to_bytes(state))
@@ -129,7 +129,7 @@ def test_integer_keys_are_read(tmp_path, numbers):
     assert flaxckpt.metadata(file).leaves.keys() == {f"{n}/w" for n in numbers}
 
 
-def test_keys_that_are_equal_as_text_are_refused(tmp_path):
+def test_rejects_keys_equal_as_text(tmp_path):
     file = tmp_path / "model.msgpack"
     file.write_bytes(b"\x82\xa11\x03\x01\x02")  # {"1": 3, 1: 2}
     with pytest.raises(errors.DamagedCheckpointError, match="second time"):

@@ -49,7 +49,7 @@ def blocks(count, seed=0):
 # ---- key-values -------------------------------------------------------------------
 
 
-def test_key_values_are_the_custom_metadata_and_long_arrays_are_described():
+def test_metadata_contains_key_values_and_describes_long_arrays():
     found = flaxckpt.metadata(MODEL)
     assert found.format == "gguf"
     assert found.custom == {
@@ -74,9 +74,7 @@ def test_key_values_are_the_custom_metadata_and_long_arrays_are_described():
         *((10, "Q", 2**64 - 1), (11, "q", -(2**63)), (12, "d", 0.1)),
     ],
 )
-def test_values_of_all_types_come_back_alone_and_in_arrays(
-    tmp_path, kind, form, number
-):
+def test_reads_values_of_all_types_and_their_arrays(tmp_path, kind, form, number):
     packed = struct.pack(f"<{form}", number)
     values = (
         cases.value(b"one", kind, packed),
@@ -94,7 +92,7 @@ def test_values_of_all_types_come_back_alone_and_in_arrays(
     assert found["last"] == 7
 
 
-def test_texts_and_nested_arrays_come_back(tmp_path):
+def test_reads_texts_and_nested_arrays(tmp_path):
     inner = cases.array(cases.STRING, 2, cases.text(b"a") + cases.text(b"\xff"))
     values = (
         cases.value(b"k", cases.ARRAY, cases.array(cases.ARRAY, 2, inner + inner)),
@@ -111,7 +109,7 @@ def test_texts_and_nested_arrays_come_back(tmp_path):
     assert found["short"] == "é"
 
 
-def test_a_vocabulary_without_tensors_is_an_empty_state(tmp_path):
+def test_vocabulary_without_tensors_is_empty_state(tmp_path):
     values = (cases.value(b"general.type", cases.STRING, cases.text(b"vocab")),)
     path = write(tmp_path, values=values, data=b"", alignment=1)  # without padding
     assert flaxckpt.load(path) == {}
@@ -123,7 +121,7 @@ def test_a_vocabulary_without_tensors_is_an_empty_state(tmp_path):
         flaxckpt.load(path, {"w": jnp.zeros(3)})
 
 
-def test_one_of_several_files_is_read_with_a_warning(tmp_path, caplog):
+def test_warns_when_reading_one_of_several_files(tmp_path, caplog):
     values = (cases.value(b"split.count", 2, struct.pack("<H", 3)),)
     flaxckpt.load(write(tmp_path, cases.tensor(), values=values))
     assert "is one of 3 files; the others are not read" in caplog.text
@@ -134,7 +132,7 @@ def test_one_of_several_files_is_read_with_a_warning(tmp_path, caplog):
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("alignment", [1, 8, 32, 64, 4096])
-def test_versions_and_alignments(tmp_path, version, alignment):
+def test_reads_all_versions_and_alignments(tmp_path, version, alignment):
     values = (cases.number(cases.ALIGNMENT, cases.UINT32, alignment),)
     data = np.arange(alignment + 4, dtype=np.float32)
     path = write(
@@ -152,7 +150,7 @@ def test_versions_and_alignments(tmp_path, version, alignment):
     np.testing.assert_array_equal(found["b"], data[-4:].reshape(2, 2))
 
 
-def test_gaps_and_empty_tensors_are_read(tmp_path):
+def test_reads_gaps_and_empty_tensors(tmp_path):
     data = np.arange(40, dtype=np.float32)
     path = write(
         tmp_path,
@@ -169,7 +167,7 @@ def test_gaps_and_empty_tensors_are_read(tmp_path):
     np.testing.assert_array_equal(found["b"].ravel(), data[32:])
 
 
-def test_names_that_continue_one_another_stay_whole(tmp_path, caplog):
+def test_does_not_split_names_with_conflicting_prefixes(tmp_path, caplog):
     path = write(
         tmp_path, cases.tensor(b"a.b"), cases.tensor(b"a", offset=32), data=bytes(40)
     )
@@ -178,20 +176,20 @@ def test_names_that_continue_one_another_stay_whole(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["a.gguf", "a", "a.safetensors", "a.npz"])
-def test_files_are_recognised_by_their_content(tmp_path, name):
+def test_recognizes_files_by_content(tmp_path, name):
     path = write(tmp_path, cases.tensor(), name=name)
     found = formats.detect(path)
     assert (found.format, found.why) == ("gguf", "it begins with 'GGUF'")
 
 
-def test_a_directory_of_files_says_to_pass_one(tmp_path):
+def test_error_for_directory_suggests_one_file(tmp_path):
     for name in ("m-f16.gguf", "m-q8.gguf"):
         write(tmp_path, cases.tensor(), name=name)
     with pytest.raises(errors.CheckpointFormatError, match=r"such as .*m-f16\.gguf"):
         flaxckpt.load(tmp_path)
 
 
-def test_a_file_that_is_replaced_is_not_read_on(tmp_path):
+def test_replaced_file_raises_error(tmp_path):
     path = write(tmp_path, cases.tensor(shape=(32,), kind=cases.Q8_0))
     store = flaxckpt.open_leaf(path, "a")
     store.read().result()
@@ -206,7 +204,7 @@ def test_a_file_that_is_replaced_is_not_read_on(tmp_path):
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_part_of_a_quantized_array_is_read(tmp_path, data):
+def test_reads_any_part_of_quantized_array(tmp_path, data):
     outer = data.draw(st.lists(st.integers(1, 4), max_size=3))
     shape = (*outer, 32 * data.draw(st.integers(1, 4)))
     encoded = blocks(int(np.prod(shape)) // 32, seed=len(outer))
@@ -239,7 +237,7 @@ def test_non_finite_scales_decode_like_float32(tmp_path):
     assert np.signbit(found[0, 64])
 
 
-def test_a_row_of_an_array_larger_than_the_memory_is_read(tmp_path):
+def test_reads_row_of_array_larger_than_memory(tmp_path):
     shape = (2**30, 32)
     path = write(tmp_path, cases.tensor(shape=shape, kind=cases.Q8_0))
     last = blocks(1)
@@ -255,7 +253,7 @@ def test_a_row_of_an_array_larger_than_the_memory_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.msgpack", "a"])
-def test_conversions_hold_the_same_values_and_key_values(tmp_path, name):
+def test_conversions_keep_values_and_key_values(tmp_path, name):
     flaxckpt.convert(MODEL, tmp_path / name)
     assert flaxckpt.diff(MODEL, tmp_path / name).is_empty
     if name != "a.msgpack":
@@ -278,7 +276,7 @@ def test_transforms_apply_to_quantized_arrays():
 # ---- quantizations that are not read -----------------------------------------------
 
 
-def test_other_quantizations_are_listed_with_their_shapes():
+def test_lists_other_quantizations_with_shapes():
     found = flaxckpt.metadata(QUANTIZED)
     assert found.unsupported == UNREAD
     assert found.leaves["blk/0/ffn_down/weight"].shape == (2, 256)
@@ -316,7 +314,7 @@ def refusals(tmp_path):
 
 
 @pytest.mark.parametrize("how", refusals(None))
-def test_all_leaves_that_are_not_read_are_named_before_any_is(tmp_path, how):
+def test_names_all_unsupported_leaves_before_reading(tmp_path, how):
     with pytest.raises(
         (errors.RestoreMismatchError, errors.CheckpointFormatError)
     ) as e:
@@ -326,7 +324,7 @@ def test_all_leaves_that_are_not_read_are_named_before_any_is(tmp_path, how):
 
 
 @pytest.mark.parametrize("path", UNREAD)
-def test_a_leaf_that_is_not_read_is_not_opened(path):
+def test_open_leaf_rejects_unsupported_leaf(path):
     with pytest.raises(errors.CheckpointFormatError) as caught:
         flaxckpt.open_leaf(QUANTIZED, path)
     assert named(caught) == {path}
@@ -335,7 +333,7 @@ def test_a_leaf_that_is_not_read_is_not_opened(path):
     assert UNREAD[path] in " ".join(shown.output.split())
 
 
-def test_a_plan_shows_the_form_of_a_leaf_that_is_not_read():
+def test_plan_shows_quantization_of_unsupported_leaf():
     state = {"blk": {"0": {"ffn_down": {"weight": jnp.zeros((2, 256))}}}}
     plan = flaxckpt.plan(QUANTIZED, state, unused="ignore")
     [problem] = plan.problems
@@ -352,7 +350,7 @@ def test_other_problems_keep_their_advice():
     assert 'missing="init"' in str(caught.value)
 
 
-def test_the_other_leaves_are_loaded_converted_and_compared(tmp_path):
+def test_loads_converts_and_compares_remaining_leaves(tmp_path):
     others = transforms.drop("blk/0/(ffn_down|attn_v)/weight")
     wanted = flaxckpt.load(MODEL)
     found = flaxckpt.load(QUANTIZED, wanted, unused="ignore")
@@ -366,7 +364,7 @@ def test_the_other_leaves_are_loaded_converted_and_compared(tmp_path):
     assert report.unchecked.keys() == flaxckpt.metadata(MODEL).leaves.keys()
 
 
-def test_more_leaves_than_are_shown_are_in_the_fields_of_the_error(tmp_path):
+def test_error_fields_contain_leaves_omitted_from_message(tmp_path):
     tensors = [
         cases.tensor(b"blk.%d.w" % i, (256,), cases.Q4_K, offset=160 * i)
         for i in range(300)
@@ -400,7 +398,7 @@ def test_command_line_shows_gguf_files_and_unsupported_leaves(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(2**30, 0), (0, 2**17, 2**17)])
-def test_an_empty_array_with_long_axes_is_loaded_at_once(tmp_path, shape):
+def test_loads_empty_array_with_long_axes(tmp_path, shape):
     path = write(tmp_path, cases.tensor(shape=shape))
     assert flaxckpt.load(path)["a"].shape == shape
 
@@ -409,7 +407,7 @@ def test_an_empty_array_with_long_axes_is_loaded_at_once(tmp_path, shape):
 @given(
     sizes=st.lists(st.integers(0, 2**19), min_size=65, max_size=70), tail=st.binary()
 )
-def test_long_arrays_of_texts_of_any_length_are_left_out(tmp_path, sizes, tail):
+def test_omits_long_arrays_of_texts(tmp_path, sizes, tail):
     texts = b"".join(cases.text(bytes(size)) for size in sizes)
     values = (
         cases.value(b"many", cases.ARRAY, cases.array(cases.STRING, len(sizes), texts)),

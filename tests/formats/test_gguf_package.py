@@ -87,7 +87,7 @@ def tensors(draw, kinds=(*PLAIN, Type.Q8_0)):
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(made=tensors(), alignment=st.sampled_from([8, 32, 128]))
-def test_tensors_are_read_as_the_package_reads_them(tmp_path, made, alignment):
+def test_reads_tensors_like_gguf_package(tmp_path, made, alignment):
     path = write(tmp_path / "a.gguf", made, alignment=alignment)
     for name, wanted in read(path).items():
         store = flaxckpt.open_leaf(path, name.replace(".", "/"))
@@ -97,7 +97,7 @@ def test_tensors_are_read_as_the_package_reads_them(tmp_path, made, alignment):
         assert found.tobytes() == wanted.tobytes()
 
 
-def test_the_golden_file_is_read_as_the_package_reads_it():
+def test_reads_golden_file_like_gguf_package():
     path = GOLDEN / "gguf/model.gguf"
     for name, wanted in read(path).items():
         found = flaxckpt.open_leaf(path, name.replace(".", "/")).read().result()
@@ -110,7 +110,7 @@ KNOWN = [kind for kind in Type if kind.value <= 41]
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_the_elements_and_bytes_of_blocks_are_those_of_the_package(tmp_path, kind):
+def test_block_sizes_match_gguf_package(tmp_path, kind):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     path = write(tmp_path / "a.gguf", {"w": ([2, 2 * block], kind, bytes(4 * size))})
     content = path.read_bytes()
@@ -130,7 +130,7 @@ def test_the_elements_and_bytes_of_blocks_are_those_of_the_package(tmp_path, kin
 @pytest.mark.parametrize(
     "kind", [kind for kind in KNOWN if kind not in PLAIN and kind != Type.Q8_0]
 )
-def test_each_other_quantization_is_named(tmp_path, kind):
+def test_reports_each_unsupported_quantization(tmp_path, kind):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     made = {
         "a.w": ([2, 2 * block], kind, bytes(4 * size)),
@@ -145,7 +145,7 @@ def test_each_other_quantization_is_named(tmp_path, kind):
         flaxckpt.load(path)
 
 
-def test_key_values_are_those_of_the_package(tmp_path):
+def test_key_values_match_gguf_package(tmp_path):
     fields = [
         ("add_block_count", 3),
         ("add_layer_norm_rms_eps", 1e-6),
@@ -172,7 +172,7 @@ def test_key_values_are_those_of_the_package(tmp_path):
     assert flaxckpt.load(path) == {}
 
 
-def test_a_big_endian_file_is_named(tmp_path):
+def test_rejects_big_endian_file(tmp_path):
     path = tmp_path / "a.gguf"
     writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
     writer.add_tensor("a", np.zeros(4, np.float32))
@@ -186,7 +186,7 @@ def test_a_big_endian_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y"), (None, ("x", "y"))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_quantized_values_come_back_sharded(tmp_path, spec, dtype):
+def test_loads_quantized_values_sharded(tmp_path, spec, dtype):
     values = np.random.default_rng(0).standard_normal((16, 96)).astype(np.float32)
     encoded = quants.quantize(values, Type.Q8_0)
     made = {"a": (values.shape, Type.Q8_0, encoded.tobytes())}

@@ -24,7 +24,7 @@ ITEM_RUNS = [*sorted(GOLDEN.glob("flaxckpt-2*/*")), OF_3 / "items/ocdbt"]
 STEP = str(make_flaxckpt.STEP)
 
 
-def test_there_is_a_golden_checkpoint_of_every_version_and_layout():
+def test_golden_checkpoints_cover_every_version_and_layout():
     found = {f"{run.parent.name}/{run.name}" for run in RUNS}
     assert {"flaxckpt-1/files", "flaxckpt-1/ocdbt"} <= found
     assert all(run.is_dir() for run in RUNS)
@@ -47,7 +47,7 @@ def flax_of(run):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.parent.name}-{run.name}")
-def test_a_golden_checkpoint_comes_back_with_and_without_a_template(run):
+def test_loads_golden_checkpoint_with_and_without_template(run):
     wanted = make_flaxckpt.state()
     found = flaxckpt.load(run)
     if flax_of(run) <= numbers(flax.__version__):  # NNX's variables have gained fields
@@ -66,7 +66,7 @@ def test_a_golden_checkpoint_comes_back_with_and_without_a_template(run):
 @pytest.mark.parametrize(
     "run", ITEM_RUNS, ids=lambda run: f"{run.parent.name}-{run.name}"
 )
-def test_golden_items_come_back(run):
+def test_restores_golden_items(run):
     ckpt = flaxckpt.Checkpointer(run, read_only=True, dataset_item="iter")
     wanted = make_flaxckpt.in_items(make_flaxckpt.state())
     batches = StepIndexed(lambda i: i)
@@ -98,7 +98,7 @@ def test_reads_metrics_metadata_and_dataset_of_golden_runs(run):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.parent.name}-{run.name}")
-def test_a_golden_checkpoint_is_good(run):
+def test_verifies_golden_checkpoint(run):
     report = flaxckpt.verify(run)
     assert report.ok, str(report)
     assert report.extra == ()
@@ -144,7 +144,7 @@ def changed(run, tmp_path, **changes):
     return step
 
 
-def test_refuses_a_later_manifest_version_with_advice(tmp_path):
+def test_rejects_newer_manifest_version_with_advice(tmp_path):
     step = changed(OF_3 / "ocdbt", tmp_path, version=4)
     with pytest.raises(errors.CheckpointFormatError) as info:
         flaxckpt.load(step)
@@ -154,7 +154,7 @@ def test_refuses_a_later_manifest_version_with_advice(tmp_path):
     assert "a newer one" in str(info.value)
 
 
-def test_entries_that_a_later_release_adds_are_read_over(tmp_path):
+def test_ignores_entries_added_by_later_release(tmp_path):
     leaves = [row | {"hue": "red"} for row in manifest(OF_3 / "ocdbt")["leaves"]]
     step = changed(OF_3 / "ocdbt", tmp_path, later={"a": 1}, leaves=leaves)
     found = flaxckpt.load(step)
@@ -162,7 +162,7 @@ def test_entries_that_a_later_release_adds_are_read_over(tmp_path):
     assert flaxckpt.verify(step).ok
 
 
-def test_refuses_later_safetensors_version_with_advice(tmp_path):
+def test_rejects_newer_safetensors_version_with_advice(tmp_path):
     flaxckpt.save(tmp_path / "m", {"w": np.ones(2, np.float32)})
     flaxckpt.convert(tmp_path / "m", tmp_path / "m.safetensors")
     content = (tmp_path / "m.safetensors").read_bytes()
@@ -175,7 +175,7 @@ def test_refuses_later_safetensors_version_with_advice(tmp_path):
 
 
 @pytest.mark.parametrize("name", make_roles.CLASSES)
-def test_wrong_roles_of_an_earlier_release_are_corrected(name):
+def test_corrects_wrong_roles_of_earlier_release(name):
     path, cls = make_roles.FOLDER / name, make_roles.CLASSES[name]
     saved = make_roles.state(cls)
     zeros = jax.tree.map(np.zeros_like, saved)

@@ -23,7 +23,7 @@ def to_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):
+def test_save_does_not_wait_for_pipes_in_other_step(tmp_path):
     state = {"w": jax.numpy.arange(1024.0)}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state).wait()
@@ -34,7 +34,7 @@ def test_a_save_beside_a_step_with_pipes_does_not_wait(tmp_path):
         np.testing.assert_array_equal(ckpt.restore(step=2)["w"], state["w"])
 
 
-def test_convert_refuses_results_larger_than_the_free_space(tmp_path):
+def test_convert_rejects_results_larger_than_free_space(tmp_path):
     from tests.hostile import orbax
 
     source = orbax.CASES["larger than the memory"](tmp_path)
@@ -45,7 +45,7 @@ def test_convert_refuses_results_larger_than_the_free_space(tmp_path):
 
 
 @pytest.mark.parametrize("height", [0, 3, 16])
-def test_databases_that_are_made_like_hostile_ones_are_read(tmp_path, height):
+def test_reads_valid_databases_built_like_hostile_ones(tmp_path, height):
     from tests.hostile import ocdbt
 
     step = ocdbt.tower(height)(tmp_path)
@@ -53,7 +53,7 @@ def test_databases_that_are_made_like_hostile_ones_are_read(tmp_path, height):
 
 
 @pytest.mark.parametrize("compressed", slow.all_but([True, False], [True]))
-def test_a_database_of_many_leaves_that_are_alike_is_read(tmp_path, compressed):
+def test_reads_database_of_many_identical_leaves(tmp_path, compressed):
     zeros = np.zeros(8, np.float32)
     state = {f"layer_{i:05}": zeros for i in range(5000)}
     codec = "compact" if compressed else "none"
@@ -66,9 +66,7 @@ def test_a_database_of_many_leaves_that_are_alike_is_read(tmp_path, compressed):
 
 @pytest.mark.parametrize("store", ["files", "ocdbt"])
 @pytest.mark.parametrize("zarr_version", [2, 3])
-def test_chunks_of_blosc_that_ask_for_more_are_not_decoded(
-    tmp_path, store, zarr_version
-):
+def test_rejects_blosc_chunks_declaring_excessive_size(tmp_path, store, zarr_version):
     layout = ArrayLayout(codec="compact", zarr_version=zarr_version, chunk_bytes=2**18)
     values = np.arange(2**17, dtype=np.float32)
     flaxckpt.save(tmp_path / "plain", {"w": values})
@@ -129,7 +127,7 @@ print(sorted(outcomes))
         *("a.safetensors", "a.msgpack"),
     ],
 )
-def test_files_that_are_cut_and_grow_while_they_are_read_end_no_process(tmp_path, name):
+def test_files_resized_during_read_do_not_crash_process(tmp_path, name):
     values = {"w": np.arange(2**20, dtype=np.float32)}
     layouts = {
         "files": ArrayLayout(),

@@ -34,7 +34,7 @@ def assert_silero(found):
 
 
 @pytest.mark.slow
-def test_a_model_is_its_main_snapshot(tmp_path):
+def test_model_resolves_to_main_snapshot(tmp_path):
     model = hub_cache.write_model(tmp_path, {"model.safetensors": SILERO, **OTHERS})
     hub_cache.write_model(tmp_path, {"model.safetensors": b"other"}, revision="old")
     (model / "refs/main").write_text(hub_cache.REVISION)
@@ -48,14 +48,14 @@ def test_a_model_is_its_main_snapshot(tmp_path):
     assert_silero(flaxckpt.load(tmp_path / "native"))
 
 
-def test_a_model_of_shards_is_read(tmp_path):
+def test_reads_sharded_model(tmp_path):
     files = {path.name: path for path in (GOLDEN / "sharded").iterdir()}
     model = hub_cache.write_model(tmp_path, files)
     found, wanted = flaxckpt.load(model), flaxckpt.load(GOLDEN / "sharded")
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-def test_subdirectories_of_a_snapshot_are_read(tmp_path):
+def test_reads_subdirectories_of_snapshot(tmp_path):
     model = hub_cache.write_model(tmp_path, {"unet/deep/model.safetensors": SILERO})
     unet = model / "snapshots" / hub_cache.REVISION / "unet/deep"
     assert_silero(flaxckpt.load(unet))
@@ -77,7 +77,7 @@ def make_outside(root):
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_links_out_of_the_model_are_refused(tmp_path, number):
+def test_rejects_links_out_of_model(tmp_path, number):
     target = make_outside(tmp_path)[number]
     model = hub_cache.write_model(tmp_path / "1", {"config.json": b"{}"})
     snapshot = model / "snapshots" / hub_cache.REVISION
@@ -91,7 +91,7 @@ def test_links_out_of_the_model_are_refused(tmp_path, number):
             flaxckpt.load(model)
 
 
-def test_links_to_files_in_the_model_but_not_in_its_blobs_are_refused(tmp_path):
+def test_rejects_links_to_model_files_other_than_blobs(tmp_path):
     model = hub_cache.write_model(tmp_path, {"config.json": b"{}"})
     shutil.copy(SILERO, model / "refs/secret")
     (model / "blobs/deep").mkdir()
@@ -104,7 +104,7 @@ def test_links_to_files_in_the_model_but_not_in_its_blobs_are_refused(tmp_path):
             flaxckpt.load(model)
 
 
-def test_blobs_that_are_elsewhere_are_refused(tmp_path):
+def test_rejects_symlinked_blobs_directory(tmp_path):
     model = hub_cache.write_model(tmp_path, {"model.safetensors": SILERO})
     (model / "blobs").rename(tmp_path / "elsewhere")
     (model / "blobs").symlink_to(tmp_path / "elsewhere")
@@ -112,7 +112,7 @@ def test_blobs_that_are_elsewhere_are_refused(tmp_path):
         flaxckpt.load(model)
 
 
-def test_other_directories_called_blobs_are_refused(tmp_path):
+def test_rejects_blobs_directory_outside_hub_cache(tmp_path):
     """Only `models--*` are caches: any archive may have a directory `blobs`."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
@@ -123,7 +123,7 @@ def test_other_directories_called_blobs_are_refused(tmp_path):
         flaxckpt.load(snapshot)
 
 
-def test_a_shard_that_leads_out_of_the_model_is_refused(tmp_path):
+def test_rejects_shard_linked_out_of_model(tmp_path):
     index = json.dumps({"weight_map": {"a": "model-1.safetensors"}}).encode()
     model = hub_cache.write_model(tmp_path, {"model.safetensors.index.json": index})
     safetensors.save_file({"a": np.zeros(2)}, tmp_path / "secret")
@@ -137,7 +137,7 @@ def test_a_shard_that_leads_out_of_the_model_is_refused(tmp_path):
     "content",
     ["", "..", "../..", "/etc", "missing", "a/b", "é", "x" * 5000, "a\0b", "a\nb"],
 )
-def test_a_reference_that_names_no_snapshot_is_refused(tmp_path, content):
+def test_rejects_reference_without_snapshot(tmp_path, content):
     model = hub_cache.write_model(tmp_path, {"model.safetensors": SILERO})
     (model / "refs/main").write_text(content)
     with pytest.raises(errors.CheckpointFormatError, match=f"pass .*{'0123456789'}"):
@@ -145,7 +145,7 @@ def test_a_reference_that_names_no_snapshot_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("which", ["refs/main", "snapshots", "snapshot"])
-def test_a_reference_or_a_snapshot_that_is_a_link_elsewhere_is_refused(tmp_path, which):
+def test_rejects_reference_or_snapshot_linked_elsewhere(tmp_path, which):
     model = hub_cache.write_model(tmp_path / "1", {"model.safetensors": SILERO})
     other = hub_cache.write_model(tmp_path / "2", {"model.safetensors": SILERO})
     name = f"snapshots/{hub_cache.REVISION}" if which == "snapshot" else which
@@ -158,7 +158,7 @@ def test_a_reference_or_a_snapshot_that_is_a_link_elsewhere_is_refused(tmp_path,
         flaxckpt.load(model)
 
 
-def test_a_reference_that_is_a_pipe_does_not_block(tmp_path):
+def test_pipe_as_reference_does_not_block(tmp_path):
     model = hub_cache.write_model(tmp_path, {"model.safetensors": SILERO})
     (model / "refs/main").unlink()
     os.mkfifo(model / "refs/main")
@@ -166,13 +166,13 @@ def test_a_reference_that_is_a_pipe_does_not_block(tmp_path):
         flaxckpt.load(model)
 
 
-def test_a_model_without_safetensors_is_named(tmp_path):
+def test_error_names_files_of_model_without_safetensors(tmp_path):
     model = hub_cache.write_model(tmp_path, OTHERS)
     with pytest.raises(errors.CheckpointFormatError, match=r"pytorch_model\.bin"):
         flaxckpt.load(model)
 
 
-def test_steps_below_a_directory_named_like_a_model_are_read(tmp_path):
+def test_reads_steps_in_directory_named_like_model(tmp_path):
     run = tmp_path / "models--my--run"
     (run / "snapshots").mkdir(parents=True)
     with flaxckpt.Checkpointer(run) as checkpointer:

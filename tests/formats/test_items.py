@@ -118,7 +118,7 @@ branches = st.dictionaries(
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(tree=st.fixed_dictionaries({"a": branches, "b": branches, "c-1": branches}))
-def test_any_branches_come_back_without_a_template(tmp_path_factory, tree):
+def test_loads_any_branches_without_template(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("items") / "c"
     try:
         flaxckpt.save(path, tree, items=("a", "b", "c-1"))
@@ -130,7 +130,7 @@ def test_any_branches_come_back_without_a_template(tmp_path_factory, tree):
     assert flaxckpt.verify(path).ok
 
 
-def test_one_item_of_another_name_holds_the_state_itself(tmp_path):
+def test_single_named_item_holds_whole_state(tmp_path):
     wanted = state()
     with flaxckpt.Checkpointer(tmp_path, items="items", dataset_item="iter") as ckpt:
         ckpt.save(7, wanted, dataset=batches(3))
@@ -167,7 +167,7 @@ def test_stock_orbax_restores_each_item(tmp_path, layout):
         assert bits == [np.asarray(x).tobytes() for x in jax.tree.leaves(wanted[item])]
 
 
-def test_json_items_come_back_as_json(tmp_path):
+def test_json_items_round_trip(tmp_path):
     values = {"config": {"a": [1, 2.5, None, True]}, "list": [1], "big": 2**100}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": np.ones(2)}, json=values)
@@ -201,7 +201,7 @@ def change(item):
 @pytest.mark.parametrize("items", ["state", ITEMS])
 @pytest.mark.parametrize("damage", [lose, lose_file, change])
 @pytest.mark.parametrize("kind", STATES)
-def test_damaged_json_does_not_block_the_state(tmp_path, caplog, kind, damage, items):
+def test_damaged_json_does_not_block_state(tmp_path, caplog, kind, damage, items):
     wanted = STATES[kind]()
     json_items = {"config": {"depth": 2}, "other": [1]}
     with flaxckpt.Checkpointer(tmp_path, items=items) as ckpt:
@@ -227,7 +227,7 @@ def test_damaged_json_does_not_block_the_state(tmp_path, caplog, kind, damage, i
         assert ckpt.metadata(1).deleted_items == ("config",)
 
 
-def test_a_step_with_damaged_json_does_not_replace_others(tmp_path):
+def test_explain_reports_step_with_damaged_json(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, {"w": np.ones(2)}, json={"config": {"depth": 2}}).wait()
         change(tmp_path / "1/config")
@@ -238,7 +238,7 @@ def test_a_step_with_damaged_json_does_not_replace_others(tmp_path):
 
 @pytest.mark.parametrize("store", ["database", "directories"])
 @pytest.mark.parametrize("damage", ["lost", "strings"])
-def test_a_damaged_item_does_not_block_others(tmp_path, damage, store):
+def test_damaged_item_does_not_block_others(tmp_path, damage, store):
     tree = state(1)
     tree["optimizer_state"] = {"opt": tree["optimizer_state"], "name": "adam"}
     params = {"model_params": tree["model_params"]}
@@ -275,7 +275,7 @@ def test_a_damaged_item_does_not_block_others(tmp_path, damage, store):
         assert ckpt.restored_step == 1
 
 
-def test_a_lost_item_can_be_recorded_as_deleted(tmp_path):
+def test_delete_records_lost_item_as_deleted(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         ckpt.save(1, state(1)).wait()
         shutil.rmtree(tmp_path / "1/optimizer_state")
@@ -289,7 +289,7 @@ def test_a_lost_item_can_be_recorded_as_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("items", ["state", ITEMS])
-def test_json_asked_for_as_leaves_is_hinted_at(tmp_path, items):
+def test_error_hints_at_json_requested_as_leaves(tmp_path, items):
     wanted = state()
     with flaxckpt.Checkpointer(tmp_path, items=items) as ckpt:
         ckpt.save(1, wanted, json={"config": {"depth": 2}}).wait()
@@ -346,7 +346,7 @@ def test_json_asked_for_as_leaves_is_hinted_at(tmp_path, items):
     ],
     ids=str,
 )
-def test_impossible_items_are_refused_at_once(tmp_path, options, wanted):
+def test_rejects_invalid_items_before_making_directory(tmp_path, options, wanted):
     with pytest.raises(errors.OptionError) as info:
         flaxckpt.Checkpointer(tmp_path / "run", **options)
     assert wanted in str(info.value)
@@ -368,7 +368,7 @@ def test_impossible_items_are_refused_at_once(tmp_path, options, wanted):
     ],
     ids=str,
 )
-def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
+def test_rejects_state_with_mismatched_branches(tmp_path, tree, wanted):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b")) as ckpt:
         with pytest.raises(errors.LeafNameError) as info:
             ckpt.save(1, tree)
@@ -390,7 +390,7 @@ def test_a_state_without_these_branches_is_refused(tmp_path, tree, wanted):
     ],
     ids=str,
 )
-def test_json_that_is_none_is_refused(tmp_path, items, wanted):
+def test_rejects_invalid_json_items(tmp_path, items, wanted):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(errors.OptionError) as info:
             ckpt.save(1, {"w": np.ones(2)}, json=items)
@@ -402,7 +402,7 @@ def test_json_that_is_none_is_refused(tmp_path, items, wanted):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
+def test_item_policies_delete_item_of_old_steps(tmp_path, layout):
     keep_items = {"optimizer_state": [LatestN(2), EveryNSteps(4)]}
     with flaxckpt.Checkpointer(
         tmp_path, items=ITEMS, keep_items=keep_items, layout=layout
@@ -430,7 +430,7 @@ def test_policies_of_an_item_delete_the_item_of_old_steps(tmp_path, layout):
 
 
 @pytest.mark.parametrize("items", [ITEMS, "state"], ids=str)
-def test_policies_of_an_item_that_no_step_has_are_a_warning(tmp_path, items, caplog):
+def test_warns_once_about_policies_for_unknown_item(tmp_path, items, caplog):
     keep_items = {"optimiser_state": [LatestN(1)], "config": [LatestN(1)]}
     with flaxckpt.Checkpointer(tmp_path, items=items, keep_items=keep_items) as ckpt:
         ckpt.save(1, state(1), json={"config": {"a": 1}}).wait()
@@ -442,7 +442,7 @@ def test_policies_of_an_item_that_no_step_has_are_a_warning(tmp_path, items, cap
     assert ckpt.metadata(1).deleted_items == ("config",)
 
 
-def test_policies_of_items_that_steps_have_are_no_warning(tmp_path, caplog):
+def test_does_not_warn_about_policies_for_existing_items(tmp_path, caplog):
     """JSON items, an item of steps saved otherwise, and a dataset that comes later."""
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         ckpt.save(1, state(1), json={"config": {}}).wait()
@@ -457,7 +457,7 @@ def test_policies_of_items_that_steps_have_are_no_warning(tmp_path, caplog):
     assert ckpt.metadata(1).deleted_items == ()
 
 
-def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
+def test_deleted_item_raises_error_unless_reinitialized(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.delete(1, item="optimizer_state")
@@ -474,14 +474,14 @@ def test_a_deleted_item_is_an_error_unless_it_begins_anew(tmp_path):
     strategies.assert_same_state(fresh, found["optimizer_state"])
 
 
-def test_parameters_alone_are_saved_without_the_item_of_the_optimizer(tmp_path):
+def test_save_params_only_omits_optimizer_item(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         path = ckpt.save_params_only(3, state(3))
     params = {"model_params": state(3)["model_params"]}
     strategies.assert_same_state(params, flaxckpt.load(path, params))
 
 
-def test_items_that_cannot_be_deleted_are_named(tmp_path):
+def test_delete_rejects_unknown_and_last_items(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS, dataset_item="iter") as ckpt:
         ckpt.save(1, state(), json={"config": {}}, dataset=batches(1)).wait()
         with pytest.raises(errors.CheckpointNotFoundError) as info:
@@ -500,7 +500,7 @@ def test_items_that_cannot_be_deleted_are_named(tmp_path):
             ckpt.restore_dataset(batches(0), step=1)
 
 
-def test_steps_of_items_are_replaced_and_linked(tmp_path):
+def test_links_and_overwrites_steps_with_items(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, items=ITEMS) as ckpt:
         same = {item: {"w": jnp.ones((512, 512))} for item in ITEMS}
         ckpt.save(1, same, json={"config": {}}, dataset=batches(1)).wait()
@@ -517,7 +517,7 @@ def test_steps_of_items_are_replaced_and_linked(tmp_path):
             ckpt.save(2, state(5), on_exists="overwrite")
 
 
-def test_damaged_items_of_a_step_in_a_store_do_not_block_others():
+def test_damaged_items_in_store_do_not_block_others():
     path = faulty.new_path("items") / "checkpoint"
     flaxckpt.save(path, state(1), items=ITEMS, json={"config": {}, "other": 1})
     params = {"model_params": state(1)["model_params"]}

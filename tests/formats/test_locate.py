@@ -71,7 +71,7 @@ def assert_left_out(root, *, newest, good, says, caplog):
         flaxckpt.load(root, step=newest + 1)
 
 
-def test_a_newest_step_without_its_tree_is_named(orbax_steps, caplog):
+def test_warns_about_newest_step_without_tree(orbax_steps, caplog):
     (orbax_steps / "6/state/_METADATA").unlink()
     assert_left_out(
         orbax_steps, newest=6, good=5, says="state/_METADATA", caplog=caplog
@@ -86,20 +86,18 @@ def test_a_newest_step_without_its_tree_is_named(orbax_steps, caplog):
 @pytest.mark.parametrize(
     ("content", "says"), [(b"", "an empty file"), (bytes(500), "zeros")]
 )
-def test_a_newest_file_that_was_never_written_is_named(
-    flax_steps, content, says, caplog
-):
+def test_warns_about_unwritten_newest_file(flax_steps, content, says, caplog):
     (flax_steps / "checkpoint_9").write_bytes(content)
     assert_left_out(flax_steps, newest=9, good=8, says=says, caplog=caplog)
 
 
-def test_a_newest_step_of_t5x_without_its_file_is_named(t5x_steps, caplog):
+def test_warns_about_newest_t5x_step_without_file(t5x_steps, caplog):
     (t5x_steps / "checkpoint_9/checkpoint").unlink()
     assert_left_out(t5x_steps, newest=9, good=7, says="a directory with", caplog=caplog)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "empty"])
-def test_a_damaged_step_without_others_is_not_missing(tmp_path, kind):
+def test_damaged_sole_step_is_not_reported_missing(tmp_path, kind):
     path = tmp_path / "checkpoint_9"
     if kind == "file":
         path.write_bytes(b"")
@@ -112,7 +110,7 @@ def test_a_damaged_step_without_others_is_not_missing(tmp_path, kind):
         flaxckpt.load(tmp_path, step=8)
 
 
-def test_older_damage_is_not_mentioned(orbax_steps, caplog):
+def test_does_not_warn_about_older_damage(orbax_steps, caplog):
     (orbax_steps / "5/state/_METADATA").unlink()
     (orbax_steps / "9").mkdir()  # nothing is ever committed empty
     with caplog.at_level(logging.WARNING):
@@ -130,7 +128,7 @@ DENIED = "cannot be read: permission denied; change its mode, or run as its owne
 @pytest.mark.parametrize(
     "closed", ["6", "6/state", "6/flaxckpt.json", "6/commit_success.txt"]
 )
-def test_a_step_that_may_not_be_read_is_named(shared_path, closed, caplog):
+def test_reports_step_without_read_permission(shared_path, closed, caplog):
     with flaxckpt.Checkpointer(shared_path / "o") as ckpt:
         for step in (5, 6):
             ckpt.save(step, {"step": step})
@@ -162,7 +160,7 @@ def test_a_step_that_may_not_be_read_is_named(shared_path, closed, caplog):
         "legacy-orbax/files/checkpoint",
     ],
 )
-def test_error_says_that_permission_is_denied(shared_path, name):
+def test_error_reports_denied_permission(shared_path, name):
     copy = shared_path / "copy"
     shutil.copytree(GOLDEN / name.split("/")[0], copy)
     closed = copy / name.partition("/")[2]
@@ -189,7 +187,7 @@ def test_rejects_invalid_steps(flax_steps, step):
         flaxckpt.load(flax_steps, step=step)
 
 
-def test_one_checkpoint_has_no_steps(flax_steps, orbax_steps):
+def test_rejects_step_for_single_checkpoint(flax_steps, orbax_steps):
     for path in (flax_steps / "checkpoint_7", orbax_steps / "5"):
         with pytest.raises(errors.OptionError, match="leave step out, or pass its par"):
             flaxckpt.load(path, step=7)
@@ -211,7 +209,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_load_recognises_its_checkpoint_once_and_no_other_step(
+def test_load_recognizes_its_checkpoint_once_and_no_others(
     orbax_steps, monkeypatch, load
 ):
     asked = []
@@ -266,7 +264,7 @@ LOOKS = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_error_mentions_the_first_save_under_way(store_path, slow_saves, kind, look):
+def test_error_mentions_first_save_in_progress(store_path, slow_saves, kind, look):
     root = store_path(kind)
     with flaxckpt.Checkpointer(root) as run:
         handle = run.save(1, {"w": np.ones(3)})
@@ -287,7 +285,7 @@ def wait_for_names(root, part):
     raise AssertionError(f"no {part} in {root}")
 
 
-def test_error_mentions_a_save_to_the_path_under_way(tmp_path, slow_saves):
+def test_error_mentions_save_to_path_in_progress(tmp_path, slow_saves):
     handle = flaxckpt.save_async(tmp_path / "a", {"w": np.ones(3)})
     wait_for_names(tmp_path, "tmp-writing")
     with pytest.raises(errors.CheckpointNotFoundError, match="save to it is under way"):
@@ -296,7 +294,7 @@ def test_error_mentions_a_save_to_the_path_under_way(tmp_path, slow_saves):
     handle.wait()
 
 
-def test_a_run_that_has_only_begun_has_no_committed_step(tmp_path):
+def test_error_reports_run_without_steps(tmp_path):
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(errors.CheckpointNotFoundError, match="a run that has no steps"):
         flaxckpt.load(tmp_path)
@@ -311,14 +309,14 @@ def test_a_run_that_has_only_begun_has_no_committed_step(tmp_path):
 # ---- what lies beside steps -------------------------------------------------------
 
 
-def test_a_directory_of_checkpoints_says_to_pass_one_of_them(tmp_path):
+def test_error_for_directory_of_checkpoints_suggests_one(tmp_path):
     flaxckpt.save(tmp_path / "runs" / "first", {"step": 1})
     with pytest.raises(errors.CheckpointFormatError, match="pass the path of") as info:
         flaxckpt.load(tmp_path / "runs")
     assert str(tmp_path / "runs" / "first") in str(info.value)
 
 
-def test_files_that_end_in_a_number_are_no_steps(flax_steps):
+def test_files_ending_in_numbers_are_not_steps(flax_steps):
     for name in ("vocab_32000", "notes2024"):
         flax_file(flax_steps / name, 0)
     assert flaxckpt.load(flax_steps) == {"step": 8}
@@ -331,7 +329,7 @@ def test_files_that_end_in_a_number_are_no_steps(flax_steps):
 
 
 @pytest.mark.parametrize("format_name", ["safetensors", "msgpack"])
-def test_a_leaf_of_a_file_that_was_replaced_is_never_read(tmp_path, format_name):
+def test_reading_leaf_of_replaced_file_raises_error(tmp_path, format_name):
     files = []
     for i in range(2):
         flaxckpt.save(tmp_path / f"c{i}", {"w": np.full(8, i, "float32")})
@@ -356,7 +354,7 @@ def test_a_leaf_of_a_file_that_was_replaced_is_never_read(tmp_path, format_name)
         ("rnus/other", None),
     ],
 )
-def test_a_missing_path_names_one_that_is_alike(tmp_path, missing, near):
+def test_error_for_missing_path_suggests_similar_path(tmp_path, missing, near):
     flaxckpt.save(tmp_path / "runs/run/100", {"n": 1})
     with pytest.raises(errors.CheckpointNotFoundError) as raised:
         flaxckpt.load(tmp_path / missing)
@@ -368,7 +366,7 @@ def test_a_missing_path_names_one_that_is_alike(tmp_path, missing, near):
 
 
 @pytest.mark.parametrize("name", ["checkpoint.bv", "checkpoint.bv-LAST"])
-def test_a_pointer_of_big_vision_is_followed(name, tmp_path):
+def test_follows_big_vision_pointer(name, tmp_path):
     shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     path = tmp_path / "work" / name
     newest = tmp_path / "work/checkpoint.bv-000000007-tmp"
@@ -390,7 +388,7 @@ def test_a_pointer_of_big_vision_is_followed(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoint.bv", "checkpoint.bv-LAST"])
-def test_a_listing_follows_a_pointer_of_big_vision(name, tmp_path):
+def test_listing_follows_big_vision_pointer(name, tmp_path):
     work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     newest = work / "checkpoint.bv-000000007-tmp"
     wanted = command_line.read_json("ls", newest)
@@ -400,7 +398,7 @@ def test_a_listing_follows_a_pointer_of_big_vision(name, tmp_path):
     assert used["bytes"] == wanted["bytes"]
 
 
-def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
+def test_listing_omits_pointer_beside_checkpoints(tmp_path):
     work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     (work / "x.bv-LAST").write_text("000000300")
     (work / "expected.npz").unlink()
@@ -409,7 +407,7 @@ def test_a_pointer_is_not_listed_beside_its_checkpoints(tmp_path):
     assert {Path(run["path"]).name for run in found["runs"]} == names
 
 
-def test_an_array_of_big_vision_without_its_metadata_is_named(tmp_path):
+def test_error_names_big_vision_array_without_metadata(tmp_path):
     work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     lost = sorted(work.glob("*-000000003/*~*"))[0]
     (lost / ".zarray").unlink()
@@ -418,7 +416,7 @@ def test_an_array_of_big_vision_without_its_metadata_is_named(tmp_path):
     assert f"{lost.name}/.zarray is missing" in str(caught.value)
 
 
-def test_directories_of_big_vision_beside_each_other_are_named(tmp_path):
+def test_error_names_adjacent_big_vision_checkpoints(tmp_path):
     shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
     with pytest.raises(errors.CheckpointFormatError, match=r"checkpoint\.bv-000000003"):
         flaxckpt.load(tmp_path / "work")

@@ -31,7 +31,7 @@ SAVES = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @SAVES
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", ">c8", "<i8", ">u2", "|i1", "<f2"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_types_orders_and_parts_come_back(tmp_path, save, dtype, order):
+def test_reads_all_dtypes_orders_and_slices(tmp_path, save, dtype, order):
     wanted = np.array(np.arange(4 * 5 * 6).reshape(4, 5, 6), dtype, order=order)
     save(tmp_path / "a.npz", w=wanted)
     found = flaxckpt.load(tmp_path / "a.npz")["w"]
@@ -43,7 +43,7 @@ def test_types_orders_and_parts_come_back(tmp_path, save, dtype, order):
 
 
 @SAVES
-def test_names_are_divided_into_keys_as_big_vision_joins_them(tmp_path, save):
+def test_splits_names_into_keys_like_big_vision(tmp_path, save):
     save(
         tmp_path / "a.npz",
         **{"params/Dense_0/kernel": VALUES, "opt/0/mu": VALUES, "opt/1/mu": VALUES},
@@ -65,14 +65,14 @@ def test_names_without_slashes_are_leaves(tmp_path):
     np.testing.assert_array_equal(found["arr_1"], VALUES + 1)
 
 
-def test_names_that_continue_one_another_stay_whole(tmp_path, caplog):
+def test_does_not_split_conflicting_names(tmp_path, caplog):
     np.savez(tmp_path / "a.npz", **{"a": VALUES, "a/b": VALUES})
     assert list(flaxckpt.load(tmp_path / "a.npz")) == ["a", "a/b"]
     assert "are not split" in caplog.text
 
 
 @SAVES
-def test_bfloat16_comes_back_and_other_types_without_a_name_do_not(tmp_path, save):
+def test_reads_bfloat16_but_rejects_other_unnamed_types(tmp_path, save):
     wanted = VALUES.astype(ml_dtypes.bfloat16)
     save(tmp_path / "a.npz", w=wanted)
     found = flaxckpt.load(tmp_path / "a.npz")["w"]
@@ -101,7 +101,7 @@ def test_error_names_non_numeric_arrays_without_unpickling(tmp_path):
     assert "numpy.savez" in str(caught.value)
 
 
-def test_a_bare_array_says_how_to_read_it_and_how_to_save_it(tmp_path):
+def test_error_for_bare_array_explains_reading_and_saving(tmp_path):
     np.save(tmp_path / "a.npy", VALUES)
     with pytest.raises(errors.CheckpointFormatError) as caught:
         flaxckpt.load(tmp_path / "a.npy")
@@ -110,7 +110,7 @@ def test_a_bare_array_says_how_to_read_it_and_how_to_save_it(tmp_path):
 
 
 @SAVES
-def test_arrays_come_back_sharded_and_cast(tmp_path, save):
+def test_loads_arrays_sharded_and_cast(tmp_path, save):
     wanted = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     save(tmp_path / "a.npz", c=wanted, f=np.asfortranarray(wanted))
     mesh = jax.make_mesh((4, 2), ("x", "y"))
@@ -133,7 +133,7 @@ def changed_in_row_0(path: Path) -> Path:
     return changed
 
 
-def test_a_changed_bit_is_noticed_by_load_verify_and_convert(tmp_path):
+def test_load_verify_and_convert_detect_changed_bit(tmp_path):
     np.savez(tmp_path / "a.npz", w=VALUES, v=VALUES + 100)
     path = changed_in_row_0(tmp_path / "a.npz")
     for abstract in (None, {"w": jnp.zeros((4, 6))}):
@@ -151,7 +151,7 @@ def test_a_changed_bit_is_noticed_by_load_verify_and_convert(tmp_path):
     np.testing.assert_array_equal(found["v"], VALUES + 100)
 
 
-def test_a_damaged_array_is_not_opened(tmp_path):
+def test_open_leaf_rejects_damaged_array(tmp_path):
     np.savez(tmp_path / "a.npz", w=VALUES)
     np.testing.assert_array_equal(
         flaxckpt.open_leaf(tmp_path / "a.npz", "w")[2:].read().result(), VALUES[2:]
@@ -161,7 +161,7 @@ def test_a_damaged_array_is_not_opened(tmp_path):
         flaxckpt.open_leaf(path, "w")
 
 
-def test_an_archive_that_is_replaced_is_not_read_on(tmp_path):
+def test_reading_replaced_archive_raises_error(tmp_path):
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "a.npz", w=VALUES)
         store = flaxckpt.open_leaf(tmp_path / "a.npz", "w")
@@ -172,7 +172,7 @@ def test_an_archive_that_is_replaced_is_not_read_on(tmp_path):
 
 
 @SAVES
-def test_converted_archives_are_equal_and_compared_leaf_by_leaf(tmp_path, save):
+def test_diff_finds_converted_archives_equal(tmp_path, save):
     save(tmp_path / "a.npz", **{"params/w": VALUES, "params/b": VALUES[0]})
     for name in ("dir", "b.safetensors", "b.msgpack"):
         flaxckpt.convert(tmp_path / "a.npz", tmp_path / name)
@@ -186,7 +186,7 @@ def test_converted_archives_are_equal_and_compared_leaf_by_leaf(tmp_path, save):
 
 
 @SAVES
-def test_leaves_are_converted_in_pieces(tmp_path, monkeypatch, save):
+def test_reads_leaves_in_pieces(tmp_path, monkeypatch, save):
     wanted = np.arange(2**16, dtype=np.float32).reshape(2**10, 64)
     save(tmp_path / "a.npz", w=wanted, f=np.asfortranarray(wanted))
     read, real = [], seams.current("blockwise.read")
@@ -203,7 +203,7 @@ def test_leaves_are_converted_in_pieces(tmp_path, monkeypatch, save):
         np.testing.assert_array_equal(array, wanted)
 
 
-def test_copies_that_big_vision_numbers_are_steps(tmp_path):
+def test_numbered_big_vision_copies_are_steps(tmp_path):
     for step in (1000, 2000):
         with (tmp_path / f"checkpoint.npz-{step:09d}").open("wb") as file:
             np.savez(file, **{"params/w": VALUES + step})
@@ -212,7 +212,7 @@ def test_copies_that_big_vision_numbers_are_steps(tmp_path):
     assert flaxckpt.metadata(tmp_path, step=1000).step == 1000
 
 
-def test_other_programs_archives_are_read(tmp_path):
+def test_reads_archives_of_other_programs(tmp_path):
     """Entries of directories, sizes behind the data, a comment, headers of Python 2."""
     content = hostile.npy(VALUES)
     old = hostile.header(
@@ -242,7 +242,7 @@ def test_other_programs_archives_are_read(tmp_path):
     np.testing.assert_array_equal(found["é"]["old"], [0, 0])
 
 
-def test_every_command_takes_an_archive(tmp_path):
+def test_every_command_accepts_archive(tmp_path):
     np.savez(tmp_path / "a.npz", **{"params/w": VALUES})
     path = str(tmp_path / "a.npz")
     for words in (["show", path], ["verify", path], ["diff", path, path]):
@@ -261,7 +261,7 @@ def test_golden_archives_have_the_shapes_numpy_reads():
                 assert info.shape == wanted[name].shape
 
 
-def test_a_directory_with_an_archive_says_which_path_to_pass(tmp_path):
+def test_error_for_directory_with_archive_suggests_path(tmp_path):
     np.savez(tmp_path / "weights.npz", w=VALUES)
     (tmp_path / "notes.txt").write_text("text")
     with pytest.raises(errors.CheckpointFormatError, match=r"such as .*weights\.npz$"):

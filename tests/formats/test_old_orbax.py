@@ -36,7 +36,7 @@ STATE = {"w": jnp.arange(6.0).reshape(2, 3)}
         ),
     ],
 )
-def test_the_metadata_of_a_run_is_read_as_any_release_wrote_it(tmp_path, file, content):
+def test_reads_run_metadata_of_all_orbax_releases(tmp_path, file, content):
     directory = tmp_path / "metadata"
     directory.mkdir()
     (directory / file).write_text(json.dumps(content))
@@ -50,7 +50,7 @@ def test_the_metadata_of_a_run_is_read_as_any_release_wrote_it(tmp_path, file, c
         assert run.run_metadata == {"model": "new"}
 
 
-def test_the_metadata_of_a_step_is_read_as_any_release_wrote_it(tmp_path):
+def test_reads_step_metadata_of_old_orbax_releases(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "a", STATE)
     file = tmp_path / "a" / "_CHECKPOINT_METADATA"
@@ -63,7 +63,7 @@ def test_the_metadata_of_a_step_is_read_as_any_release_wrote_it(tmp_path):
 # ---- shardings ----------------------------------------------------------------------
 
 
-def test_metadata_says_how_orbax_has_split_arrays(tmp_path):
+def test_metadata_reports_orbax_sharding(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     specs = {
         "rows": P("x"),
@@ -116,7 +116,7 @@ def test_metadata_says_how_orbax_has_split_arrays(tmp_path):
 # ---- items that are no trees -----------------------------------------------------
 
 
-def test_an_item_of_json_is_not_damaged(tmp_path):
+def test_json_item_is_not_reported_as_damaged(tmp_path):
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "alone", args=ocp.args.JsonSave({"a": 1}))
     with ocp.CheckpointManager(tmp_path / "run", item_names=("config",)) as manager:
@@ -140,7 +140,7 @@ def test_an_item_of_json_is_not_damaged(tmp_path):
     assert run.damaged() == {}
 
 
-def test_a_step_without_its_tree_is_damaged_beside_an_item_of_json(tmp_path):
+def test_step_without_tree_is_damaged_despite_json_item(tmp_path):
     with ocp.CheckpointManager(tmp_path, item_names=("state", "config")) as manager:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(STATE), config=ocp.args.JsonSave({"a": 1})
@@ -167,7 +167,7 @@ class Model(nnx.Module):
             setattr(self, name, Layer(params))
 
 
-def test_a_state_of_nnx_in_flax_0_8_is_restored_with_its_optimizer():
+def test_restores_flax_0_8_nnx_state_with_optimizer():
     values = make_orbax_old.values(0)
     model = Model(values)
     params = nnx.state(model)
@@ -190,7 +190,7 @@ def test_a_state_of_nnx_in_flax_0_8_is_restored_with_its_optimizer():
     np.testing.assert_array_equal(plain["raw_value"], values["b"]["scale"])
 
 
-def test_a_run_of_an_old_release_is_read_whole():
+def test_reads_whole_run_of_old_orbax_release():
     run = flaxckpt.Checkpointer(
         OLD / "run", read_only=True, keep=[BestN(1, "eval/loss", "min")]
     )

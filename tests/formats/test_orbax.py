@@ -302,7 +302,7 @@ def test_orbax_lists_our_steps_with_their_metrics_and_metadata(ours):
         assert checkpointer.metadata(STEP).custom_metadata["lr"] == 0.1
 
 
-def test_orbax_restores_state_dataset_and_metrics_of_ours_without_arguments(ours):
+def test_orbax_restores_our_items_without_arguments(ours):
     root, state = ours("plain", 1)
     with ocp.CheckpointManager(root) as manager:
         items = manager.restore(STEP)
@@ -313,7 +313,7 @@ def test_orbax_restores_state_dataset_and_metrics_of_ours_without_arguments(ours
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_orbax_reads_a_checkpoint_of_ours_that_is_in_no_run(tmp_path, reader):
+def test_orbax_reads_our_checkpoint_outside_runs(tmp_path, reader):
     state = place({"w": jnp.arange(12.0).reshape(3, 4), "empty": (None, {})}, 1)
     flaxckpt.save(tmp_path / str(STEP), state)
     read = READERS[reader](tmp_path, STEP, abstract(state))
@@ -325,7 +325,7 @@ def test_orbax_reads_a_checkpoint_of_ours_that_is_in_no_run(tmp_path, reader):
 
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("codec", ["none", "compact", "zstd"])
-def test_orbax_reads_every_layout_of_ours(tmp_path, codec, checksum):
+def test_orbax_reads_all_our_layouts(tmp_path, codec, checksum):
     layout = flaxckpt.ArrayLayout(chunk_bytes=256, codec=codec, checksum=checksum)
     state = place({name: array_of(name) for name in DTYPES}, 8)
     state["large"] = np.arange(4096.0).reshape(64, 64)
@@ -412,15 +412,13 @@ def test_load_reads_orbax_checkpoints_without_abstract_state(theirs, writer, dev
 
 
 @pytest.mark.parametrize("writer", ["v0_standard", "v0_manager", "v1_training"])
-def test_load_finds_the_step_in_a_run_directory_of_orbax(theirs, writer):
+def test_load_finds_step_in_orbax_run(theirs, writer):
     root, state = theirs(writer, 1)
     assert_same_leaves(flaxckpt.load(root), state)
 
 
 @pytest.mark.parametrize("writer", ["v0_standard", "v1_files"])
-def test_load_reads_an_array_onto_other_devices_than_orbax_saved_it_from(
-    theirs, writer
-):
+def test_load_places_orbax_array_on_other_devices(theirs, writer):
     root, saved = theirs(writer, 8)
     wanted = place(saved, 1)  # spreading it again may change a NaN of 8 bits (jax 0.12)
     read = flaxckpt.load(root / str(STEP), abstract(wanted))
@@ -429,7 +427,7 @@ def test_load_reads_an_array_onto_other_devices_than_orbax_saved_it_from(
 
 
 @pytest.mark.parametrize("writer", ["v0_pytree", "v1_save"])
-def test_load_strips_the_boxes_that_orbax_keeps_in_the_paths_of_nnx(tmp_path, writer):
+def test_load_strips_nnx_boxes_from_orbax_paths(tmp_path, writer):
     state = place(state_of_nnx(), 1)
     WRITERS[writer](tmp_path, STEP, state)
     read = flaxckpt.load(tmp_path / str(STEP), abstract(state))
@@ -437,14 +435,14 @@ def test_load_strips_the_boxes_that_orbax_keeps_in_the_paths_of_nnx(tmp_path, wr
 
 
 @pytest.mark.parametrize("inner", [{}, None, (optax.EmptyState(), ())])
-def test_a_checkpoint_of_orbax_without_arrays_is_read(tmp_path, inner):
+def test_reads_orbax_checkpoint_without_arrays(tmp_path, inner):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "c", {"a": inner})
     assert flaxckpt.load(tmp_path / "c", {"a": inner}) == {"a": inner}
 
 
 @pytest.mark.parametrize("writer", ["v0_manager_composite", "v1_training"])
-def test_checkpointer_knows_steps_and_metrics_of_orbax(theirs, writer):
+def test_checkpointer_reads_orbax_steps_and_metrics(theirs, writer):
     root, state = theirs(writer, 1)
     with flaxckpt.Checkpointer(root, read_only=True) as checkpointer:
         assert list(checkpointer.steps()) == [STEP]
@@ -485,7 +483,7 @@ def assert_same_batches(left, right):
         np.testing.assert_array_equal(next(left), next(right))
 
 
-def test_orbax_and_grain_restore_the_iterator_that_we_saved(tmp_path, iterators):
+def test_orbax_and_grain_restore_our_iterator(tmp_path, iterators):
     used, fresh = iterators
     save(tmp_path, WEIGHTS, dataset=used)
     args = ocp.args.Composite(
@@ -498,7 +496,7 @@ def test_orbax_and_grain_restore_the_iterator_that_we_saved(tmp_path, iterators)
     assert_same_batches(items["dataset"], used)
 
 
-def test_orbax_v1_and_grain_restore_the_iterator_that_we_saved(tmp_path):
+def test_orbax_v1_and_grain_restore_our_iterator(tmp_path):
     used, fresh = grain_dataset(), grain_dataset()
     next(used)
     save(tmp_path, WEIGHTS, dataset=used)
@@ -506,7 +504,7 @@ def test_orbax_v1_and_grain_restore_the_iterator_that_we_saved(tmp_path):
     assert_same_batches(fresh, used)
 
 
-def test_we_restore_the_iterator_that_orbax_and_grain_saved(tmp_path, iterators):
+def test_restores_iterator_saved_by_orbax_and_grain(tmp_path, iterators):
     used, fresh = iterators
     args = ocp.args.Composite(
         state=ocp.args.StandardSave(WEIGHTS),
@@ -520,7 +518,7 @@ def test_we_restore_the_iterator_that_orbax_and_grain_saved(tmp_path, iterators)
     assert_same_batches(fresh, used)
 
 
-def test_we_restore_the_iterator_that_orbax_v1_and_grain_saved(tmp_path):
+def test_restores_iterator_saved_by_orbax_v1_and_grain(tmp_path):
     used, fresh = grain_dataset(), grain_dataset()
     next(used)
     with v1.training.Checkpointer(tmp_path) as checkpointer:
@@ -537,7 +535,7 @@ RELEASES = sorted([folder.name for folder in GOLDEN.glob("orbax-*")])
 
 @pytest.mark.parametrize("variant", make_orbax.VARIANTS)
 @pytest.mark.parametrize("release", RELEASES)
-def test_load_reads_the_golden_checkpoints_of_orbax(release, variant):
+def test_load_reads_golden_orbax_checkpoints(release, variant):
     root = GOLDEN / release / variant
     text = variant not in make_orbax.WITHOUT_TEXT
     state = make_orbax.state(make_orbax.SEED, text=text)
@@ -548,7 +546,7 @@ def test_load_reads_the_golden_checkpoints_of_orbax(release, variant):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_restore_reads_the_golden_iterator_of_grain(release, tmp_path):
+def test_restore_reads_golden_grain_iterator(release, tmp_path):
     root = shutil.copytree(GOLDEN / release / "v0_grain", tmp_path / "run")
     iterator = iter(grain.MapDataset.range(20).to_iter_dataset())
     with flaxckpt.Checkpointer(root, read_only=True) as checkpointer:

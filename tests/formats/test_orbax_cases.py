@@ -69,7 +69,7 @@ def assert_same(found, wanted):
         np.testing.assert_array_equal(left, right)
 
 
-def test_the_cases_are_those_of_orbax():
+def test_lists_all_orbax_cases():
     assert len(cases.NAMES) == len(set(cases.NAMES)) == 44
     assert (set(MORE) | set(ONLY_INTO_A_TARGET)) <= set(cases.NAMES)
 

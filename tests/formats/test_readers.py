@@ -45,14 +45,14 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 # ---- whole checkpoints ------------------------------------------------------------
 
 
-def test_there_is_a_golden_checkpoint_of_each_format():
+def test_golden_checkpoints_cover_every_format():
     assert {"t5x", "streaming", "msgpack", "orbax", "safetensors", "npz", "gguf"} <= {
         case.format for case in CASES
     }
 
 
 @every_case
-def test_metadata_tells_shapes_and_types_and_reads_no_array(case, monkeypatch):
+def test_metadata_reports_shapes_and_types_without_reading_arrays(case, monkeypatch):
     seams.replace(monkeypatch, "arrays.read", None)
     seams.replace(monkeypatch, "arrays.open_one", None)
     found = flaxckpt.metadata(case.path)
@@ -66,7 +66,7 @@ def test_metadata_tells_shapes_and_types_and_reads_no_array(case, monkeypatch):
 
 
 @every_case
-def test_all_values_come_back_with_their_types(case):
+def test_loads_all_values_with_their_types(case):
     tree = flaxckpt.load(case.path)
     for path, value in case.leaves.items():
         found = find(tree, path)
@@ -76,7 +76,7 @@ def test_all_values_come_back_with_their_types(case):
 
 
 @every_case
-def test_each_array_opens_by_itself(case):
+def test_opens_each_array_alone(case):
     for path, value in case.arrays.items():
         store = flaxckpt.open_leaf(case.path, path)
         found = store.read().result()
@@ -88,7 +88,7 @@ def test_each_array_opens_by_itself(case):
 
 
 @every_case
-def test_a_part_is_loaded_by_the_paths_of_its_leaves(case):
+def test_loads_subset_by_leaf_paths(case):
     path = sorted(case.arrays)[-1]
     wanted = nested({path: case.arrays[path]})
     found = flaxckpt.load(case.path, wanted, optimizer="exact", unused="ignore")
@@ -98,7 +98,7 @@ def test_a_part_is_loaded_by_the_paths_of_its_leaves(case):
 
 @pytest.mark.sampled(3)
 @every_case
-def test_floats_come_back_as_any_float(case):
+def test_loads_floats_as_any_float_type(case):
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         floats = {
             path: value.astype(dtype)
@@ -117,7 +117,7 @@ def test_floats_come_back_as_any_float(case):
 @pytest.mark.sampled(5)
 @every_case
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), ("x", "y"), ()])
-def test_arrays_come_back_sharded(case, spec):
+def test_loads_arrays_sharded(case, spec):
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     matrices = {
         path: value
@@ -140,7 +140,7 @@ def test_arrays_come_back_sharded(case, spec):
 
 
 @every_case
-def test_all_leaves_of_a_wrong_shape_are_named_in_one_error(case):
+def test_error_names_all_leaves_of_wrong_shape(case):
     wrong = {
         path: np.zeros((*value.shape, 2), value.dtype)
         for path, value in case.arrays.items()
@@ -196,7 +196,7 @@ def is_needed(file: Path) -> bool:
 
 
 @every_case
-def test_a_missing_file_is_an_error(case, tmp_path):
+def test_missing_file_raises_error(case, tmp_path):
     for file in files(case):
         (tmp_path / "copy").mkdir()
         path = copied(case, tmp_path / "copy")
@@ -218,7 +218,7 @@ def test_a_missing_file_is_an_error(case, tmp_path):
         for case in CASES
     ],
 )
-def test_a_file_that_is_cut_is_an_error(case, tmp_path):
+def test_truncated_file_raises_error(case, tmp_path):
     path = copied(case, tmp_path)
     for file in files(case):
         whole = (tmp_path / file).read_bytes()
@@ -257,7 +257,7 @@ def assert_exact_or_refused_or_shorter(case: Case, path: Path) -> bool:
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path, data):
+def test_flipped_bytes_in_file_are_detected_or_harmless(case, tmp_path, data):
     """Anywhere: they may change names, types and values, but nothing else is read."""
     content = bytearray(case.path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -277,9 +277,7 @@ def test_flipped_bytes_outside_the_arrays_are_noticed_or_harmless(case, tmp_path
 @pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_flipped_bytes_in_the_description_of_arrays_are_noticed_or_harmless(
-    tmp_path, data
-):
+def test_flipped_bytes_in_t5x_checkpoint_are_detected_or_harmless(tmp_path, data):
     case = next(case for case in CASES if case.name == "t5x-3-checkpoint_7")
     path = tmp_path / case.path.name
     if not path.exists():
@@ -305,7 +303,7 @@ def test_flipped_bytes_in_the_description_of_arrays_are_noticed_or_harmless(
     "format_name",
     slow.all_but(HOSTILE, ["orbax", "msgpack"]),
 )
-def test_hostile_checkpoints_are_refused(format_name, tmp_path):
+def test_rejects_hostile_checkpoints(format_name, tmp_path):
     """All in one process, which is started again behind a case that has ended it."""
     names: list[str] = []
     outcomes: dict[str, Any] = {}
@@ -361,7 +359,7 @@ def is_ours(error: str) -> bool:
 
 @pytest.mark.parametrize("target", ["chunk", "array"])
 @pytest.mark.parametrize("layout", ["raw", "zstd", "zarr 2"])
-def test_links_within_a_checkpoint_are_followed(tmp_path, layout, target):
+def test_follows_links_within_checkpoint(tmp_path, layout, target):
     from tests.hostile import flaxckpt as ours
 
     step = ours.write(tmp_path, layout)
@@ -428,7 +426,7 @@ def bools(root: Path, name: str) -> Path:
         *("flaxckpt", "flaxckpt directories"),
     ],
 )
-def test_bools_that_are_none_are_refused(tmp_path, name):
+def test_rejects_invalid_bools(tmp_path, name):
     path = bools(tmp_path, name)
     [leaf] = flaxckpt.metadata(path).leaves
     for abstract_state in (None, nested({leaf: jnp.zeros(4, bool)})):
@@ -439,7 +437,7 @@ def test_bools_that_are_none_are_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("zarr_version", [2, 3])
-def test_arrays_of_zeros_need_not_be_stored(tmp_path, zarr_version):
+def test_reads_unstored_arrays_as_zeros(tmp_path, zarr_version):
     from tests.hostile import orbax
 
     size = 300 * 2**20  # bytes; nothing of them is there
@@ -453,7 +451,7 @@ def test_arrays_of_zeros_need_not_be_stored(tmp_path, zarr_version):
     assert not found.any()
 
 
-def test_a_huge_array_is_described_but_not_read(tmp_path):
+def test_describes_but_does_not_open_huge_array(tmp_path):
     from tests.hostile import orbax
 
     step = orbax.CASES["huge, nothing stored"](tmp_path)
@@ -465,7 +463,7 @@ def test_a_huge_array_is_described_but_not_read(tmp_path):
 # ---- what is particular to a format -----------------------------------------------
 
 
-def test_steps_of_flax_and_t5x_are_found_in_their_directory(tmp_path):
+def test_finds_flax_and_t5x_steps_in_directory(tmp_path):
     (tmp_path / "flax").mkdir()
     for step in (0, 3, 10):
         content = serialization.to_bytes({"step": step})
@@ -487,7 +485,7 @@ def test_steps_of_flax_and_t5x_are_found_in_their_directory(tmp_path):
     assert ckpt.steps() == [7]
 
 
-def test_a_train_state_comes_back_from_flax_msgpack(tmp_path):
+def test_restores_train_state_from_flax_msgpack(tmp_path):
     import optax
 
     params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
@@ -506,7 +504,7 @@ def test_a_train_state_comes_back_from_flax_msgpack(tmp_path):
     assert plain["opt_state"][0] == {}
 
 
-def test_lists_of_more_than_ten_keep_their_order(tmp_path):
+def test_lists_longer_than_ten_keep_order(tmp_path):
     state = {"layers": [{"w": np.full(2, i)} for i in range(12)]}
     tree = jax.tree.map(lambda x: x, serialization.to_state_dict(state))  # sorts keys
     (tmp_path / "file").write_bytes(serialization.msgpack_serialize(tree))
@@ -516,7 +514,7 @@ def test_lists_of_more_than_ten_keep_their_order(tmp_path):
 
 @pytest.mark.parametrize("where", ["kvstore", "spec"])
 @pytest.mark.parametrize("driver", ["file", "gfile", "gcs"])
-def test_specifications_of_other_releases_of_t5x_are_read(tmp_path, driver, where):
+def test_reads_t5x_specs_of_other_releases(tmp_path, driver, where):
     from tests.hostile import t5x
 
     kvstore = {"driver": driver} | ({"bucket": "b"} if driver == "gcs" else {})
@@ -533,7 +531,7 @@ def test_specifications_of_other_releases_of_t5x_are_read(tmp_path, driver, wher
 
 @pytest.mark.parametrize("compressor", [None, "zlib", "gzip", "bz2", "zstd", "blosc"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", ">i2", "uint8"])
-def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor, dtype):
+def test_reads_zarr_2_arrays_like_tensorstore(tmp_path, compressor, dtype):
     import tensorstore as ts
 
     from tests.hostile import t5x
@@ -565,7 +563,7 @@ def test_arrays_of_zarr_2_are_read_as_tensorstore_has_them(tmp_path, compressor,
 
 
 @pytest.mark.parametrize("step", [np.int32(3), np.asarray(3, np.int32), 3])
-def test_t5x_in_one_file_with_any_kind_of_step_and_any_order(tmp_path, step):
+def test_reads_single_file_t5x_with_any_step_type_and_order(tmp_path, step):
     optimizer = {"target": {"w": np.ones(2)}, "state": {"step": step}}
     for tree in (
         {"version": 3, "optimizer": optimizer},
@@ -580,7 +578,7 @@ def test_t5x_in_one_file_with_any_kind_of_step_and_any_order(tmp_path, step):
         np.testing.assert_array_equal(found["target"]["w"], [1, 1])
 
 
-def test_parameters_that_are_called_like_a_specification_are_parameters(tmp_path):
+def test_parameters_named_like_spec_stay_parameters(tmp_path):
     target = {"driver": np.ones(2), "kvstore": {"x": np.ones(1)}, "metadata": {}}
     content = {"version": 3, "optimizer": {"target": target}}
     (tmp_path / "file").write_bytes(serialization.msgpack_serialize(content))
@@ -602,7 +600,7 @@ def test_msgpack_returns_large_integers_and_other_values(tmp_path):
     assert flaxckpt.load(tmp_path / "file") == state
 
 
-def test_version_2_of_t5x_is_read_but_for_its_old_bfloat16(tmp_path):
+def test_reads_t5x_version_2_except_old_bfloat16(tmp_path):
     from tests.hostile import t5x
 
     path = t5x.write(tmp_path, version=2)
@@ -680,7 +678,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_files_of_other_libraries_are_named_with_a_way_out(tmp_path, name):
+def test_error_names_foreign_format_and_alternative(tmp_path, name):
     content, says = KNOWN[name]
     (tmp_path / name).write_bytes(content)
     for call in (flaxckpt.load, flaxckpt.metadata):
@@ -689,7 +687,7 @@ def test_files_of_other_libraries_are_named_with_a_way_out(tmp_path, name):
         assert ("numpy.load" in str(caught.value)) == (name == "one.npy")
 
 
-def test_names_of_haiku_are_keys_with_slashes(tmp_path):
+def test_haiku_names_become_keys_with_slashes(tmp_path):
     state = {"mlp/~/linear_0": {"w": np.ones(3, np.float32)}, "100%": 1}
     (tmp_path / "flax").write_bytes(serialization.to_bytes(state))
     with (tmp_path / "stream").open("wb") as file:
@@ -721,7 +719,7 @@ def test_bad_keys_and_bare_arrays_raise_clear_errors(tmp_path):
         flaxckpt.load(file)
 
 
-def test_a_step_with_a_point_is_loaded_by_its_path(tmp_path):
+def test_loads_fractional_step_by_path(tmp_path):
     path = tmp_path / "checkpoint_1.5"
     path.write_bytes(serialization.to_bytes({"step": 3}))
     with pytest.raises(errors.CheckpointFormatError, match=r"such as .*nt_1\.5$"):
@@ -729,7 +727,7 @@ def test_a_step_with_a_point_is_loaded_by_its_path(tmp_path):
     assert flaxckpt.load(path) == {"step": 3}
 
 
-def test_items_of_old_orbax_are_branches_of_one_tree(tmp_path, caplog):
+def test_old_orbax_items_become_branches_of_one_tree(tmp_path, caplog):
     step = tmp_path / "3"
     for name in ("state", "ema"):
         shutil.copytree(GOLDEN / "legacy-orbax/files", step / name)
@@ -743,7 +741,7 @@ def test_items_of_old_orbax_are_branches_of_one_tree(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("name", ["streaming_params", "streaming_train_state"])
-def test_parameters_of_a_stream_come_back_as_easylm_loads_them(name):
+def test_loads_streamed_parameters_like_easylm(name):
     """Kinds `params` and `trainstate_params`."""
     change = [transforms.rename("(.*)", r"params/\1")]
     if name == "streaming_train_state":

@@ -37,7 +37,7 @@ def assert_is(tree, wanted):
         strategies.assert_same_bits(array, np.asarray(found[name]), name)
 
 
-def test_a_real_model_comes_as_the_library_gives_it():
+def test_loads_real_model_like_safetensors_library():
     found = flaxckpt.load(SILERO)
     assert_is(found, safetensors.load_file(SILERO))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
@@ -56,7 +56,7 @@ def bytes_read():
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-def test_one_leaf_of_a_real_model_takes_little_reading():
+def test_opening_one_leaf_of_real_model_reads_little():
     wanted = safetensors.load_file(SILERO)["conv1.bias"]
     flaxckpt.open_leaf(SHARDED, "empty").read().result()  # all is imported
     before = bytes_read()
@@ -67,7 +67,7 @@ def test_one_leaf_of_a_real_model_takes_little_reading():
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors.index.json"])
-def test_shards_come_as_the_library_gives_them(name):
+def test_loads_shards_like_safetensors_library(name):
     path = SHARDED / name if name else SHARDED
     found = flaxckpt.load(path)
     assert_is(found, make_safetensors.tensors())
@@ -75,13 +75,13 @@ def test_shards_come_as_the_library_gives_them(name):
     assert flaxckpt.metadata(path).custom["total_size"] > 0
 
 
-def test_a_directory_with_one_file_is_that_file(tmp_path):
+def test_directory_with_one_file_loads_as_that_file(tmp_path):
     shutil.copy(SILERO, tmp_path / "whatever.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert_is(flaxckpt.load(tmp_path), safetensors.load_file(SILERO))
 
 
-def test_a_file_beside_steps_does_not_hide_them(tmp_path):
+def test_file_beside_steps_does_not_hide_them(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(3, {"w": jnp.ones(2)})
     flaxckpt.convert(tmp_path, tmp_path / "m.safetensors", format="safetensors")
@@ -89,7 +89,7 @@ def test_a_file_beside_steps_does_not_hide_them(tmp_path):
     assert flaxckpt.load(tmp_path / "m.safetensors")["w"].shape == (2,)
 
 
-def test_directories_of_safetensors_are_steps(tmp_path):
+def test_recognizes_safetensors_directories_as_steps(tmp_path):
     for step in (10, 20):
         target = tmp_path / f"checkpoint-{step}"
         flaxckpt.convert(SILERO, target, format="safetensors")
@@ -97,18 +97,18 @@ def test_directories_of_safetensors_are_steps(tmp_path):
     assert flaxckpt.metadata(tmp_path, step=10).path.endswith("checkpoint-10")
 
 
-def test_a_file_without_the_suffix_is_known_by_its_header(tmp_path):
+def test_recognizes_file_without_suffix_by_header(tmp_path):
     shutil.copy(SILERO, tmp_path / "model")
     assert_is(flaxckpt.load(tmp_path / "model"), safetensors.load_file(SILERO))
 
 
-def test_text_of_the_writer_is_custom_metadata(tmp_path):
+def test_custom_metadata_holds_text_of_writer(tmp_path):
     path = tmp_path / "m.safetensors"
     safetensors.save_file({"a": np.zeros(2)}, path, metadata={"format": "pt", "x": "y"})
     assert flaxckpt.metadata(path).custom == {"format": "pt", "x": "y"}
 
 
-def test_names_stay_whole_where_one_continues_another(tmp_path, caplog):
+def test_does_not_split_conflicting_names(tmp_path, caplog):
     path = tmp_path / "m.safetensors"
     arrays = {name: np.arange(2.0) for name in ("a", "a.b", "c.d", "e/f")}
     safetensors.save_file(arrays, path)
@@ -118,7 +118,7 @@ def test_names_stay_whole_where_one_continues_another(tmp_path, caplog):
     assert found.keys() == arrays.keys()
 
 
-def test_slashes_and_percent_signs_are_parts_of_names(tmp_path):
+def test_names_keep_slashes_and_percent_signs(tmp_path):
     path = tmp_path / "m.safetensors"
     safetensors.save_file({"a/b.c%": np.arange(2), "..": np.arange(3)}, path)
     found = flaxckpt.load(path)
@@ -127,7 +127,7 @@ def test_slashes_and_percent_signs_are_parts_of_names(tmp_path):
     assert "a%2Fb/c%25" in flaxckpt.metadata(path).leaves
 
 
-def test_64_bits_stay_64_bits(tmp_path):
+def test_64_bit_values_stay_64_bit(tmp_path):
     path = tmp_path / "m.safetensors"
     arrays = {"i": np.array([2**60]), "f": np.array([0.1]), "u": np.array(2**64 - 1)}
     safetensors.save_file(arrays, path)
@@ -151,7 +151,7 @@ NUMPY_TYPES = [
         max_size=5,
     )
 )
-def test_reads_all_files_of_the_safetensors_library(tmp_path_factory, forms):
+def test_reads_any_file_of_safetensors_library(tmp_path_factory, forms):
     arrays = {
         name: np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
         for name, (dtype, shape) in forms.items()
@@ -170,14 +170,14 @@ def test_reads_all_files_of_the_safetensors_library(tmp_path_factory, forms):
     ("name", "dtype"),
     [("BF16", "bfloat16"), ("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")],
 )
-def test_types_that_numpy_lacks_are_read(tmp_path, name, dtype):
+def test_reads_types_missing_in_numpy(tmp_path, name, dtype):
     array = np.array([0.5, -2, 1]).astype(dtype)
     row = {"dtype": name, "shape": [3], "data_offsets": [0, array.nbytes]}
     path = hostile.file(tmp_path / "m.safetensors", {"a": row}, array.tobytes())
     strategies.assert_same_bits(jnp.asarray(array), flaxckpt.load(path)["a"])
 
 
-def test_each_device_reads_its_own_rows(tmp_path):
+def test_loads_rows_sharded_across_devices(tmp_path):
     path = tmp_path / "m.safetensors"
     array = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     safetensors.save_file({"a": array}, path)
@@ -200,7 +200,7 @@ LONG = (
 @pytest.mark.parametrize(
     "case", slow.all_but(hostile.CASES, hostile.CASES.keys() - LONG)
 )
-def test_a_hostile_file_is_refused(case, tmp_path):
+def test_rejects_hostile_file(case, tmp_path):
     path = hostile.CASES[case](tmp_path)
     with pytest.raises(errors.CheckpointError) as caught:
         flaxckpt.load(path)
@@ -209,14 +209,14 @@ def test_a_hostile_file_is_refused(case, tmp_path):
     assert message.count("\n") < 15
 
 
-def test_a_good_file_in_the_hostile_form_loads(tmp_path):
+def test_loads_valid_file_built_like_hostile_one(tmp_path):
     """So it is what the cases change that is refused."""
     for write in (hostile.tensor(), hostile.lie(), hostile.nested(3)):
         flaxckpt.load(write(tmp_path))
     flaxckpt.load(hostile.index({"a": "model-1.safetensors"})(tmp_path))
 
 
-def test_tensors_that_the_index_does_not_list_are_left_out(tmp_path, caplog):
+def test_omits_tensors_missing_from_index(tmp_path, caplog):
     (tmp_path / "new").mkdir()
     path = hostile.index({"a": "model-1.safetensors"})(tmp_path / "new")
     rows = {"a": hostile.ZEROS, "b": hostile.ZEROS | {"data_offsets": [8, 16]}}
@@ -226,7 +226,7 @@ def test_tensors_that_the_index_does_not_list_are_left_out(tmp_path, caplog):
     assert "1 tensors" in caplog.text
 
 
-def test_a_shard_alone_is_no_checkpoint(tmp_path, caplog):
+def test_rejects_directory_with_lone_shard(tmp_path, caplog):
     name = "model-00002-of-00002.safetensors"
     shutil.copy(SHARDED / name, tmp_path)
     missing = r"(?s)1 of 2 shards.*missing:\s+model-00001-of-00002\.safetensors"
@@ -241,7 +241,7 @@ def test_a_shard_alone_is_no_checkpoint(tmp_path, caplog):
         flaxckpt.load(tmp_path)
 
 
-def test_of_several_files_or_indices_one_is_to_be_chosen(tmp_path):
+def test_error_for_several_files_or_indices_asks_for_one(tmp_path):
     for name in ("one.safetensors", "two.safetensors"):
         shutil.copy(SILERO, tmp_path / name)
     says = r"several safetensors files \(one\.safetensors, two\.s.*pass the path of one"
@@ -253,7 +253,7 @@ def test_of_several_files_or_indices_one_is_to_be_chosen(tmp_path):
         flaxckpt.load(tmp_path)
 
 
-def test_a_file_beside_old_steps_does_not_hide_them(tmp_path):
+def test_file_beside_old_steps_does_not_hide_them(tmp_path):
     for step in (3, 4):
         content = serialization.to_bytes({"step": step})
         (tmp_path / f"checkpoint_{step}").write_bytes(content)
@@ -265,7 +265,7 @@ def test_a_file_beside_old_steps_does_not_hide_them(tmp_path):
     assert flaxckpt.metadata(tmp_path).format == "safetensors"
 
 
-def test_content_decides_and_not_the_suffix(tmp_path):
+def test_detects_format_by_content_not_suffix(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(serialization.to_bytes({"step": 3}))
     assert flaxckpt.load(path) == {"step": 3}
@@ -288,7 +288,7 @@ def test_error_for_an_lfs_pointer_advises_git_lfs_pull(tmp_path, name, is_direct
         flaxckpt.load(path)
 
 
-def test_accepts_unusual_headers_that_the_library_accepts(tmp_path):
+def test_accepts_unusual_headers_like_the_library(tmp_path):
     rows = {"__metadata__": None, "a": hostile.ZEROS}
     text = b" \r\n\t" + json.dumps(rows).encode() + b" "
     path = hostile.file(tmp_path / "model", text)
@@ -301,7 +301,7 @@ def test_accepts_unusual_headers_that_the_library_accepts(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_types_of_less_than_a_byte_are_known_but_not_read(tmp_path, dtype):
+def test_error_names_unsupported_sub_byte_types(tmp_path, dtype):
     size = {"F4": 4}.get(dtype, 6)
     rows = {"w": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}
     path = hostile.file(tmp_path / "m.safetensors", rows, bytes(size))
@@ -313,7 +313,7 @@ def test_types_of_less_than_a_byte_are_known_but_not_read(tmp_path, dtype):
 
 
 @given(st.binary(max_size=200), st.integers(0, 300), st.data())
-def test_a_changed_byte_is_an_error_or_nothing(tmp_path_factory, junk, at, data):
+def test_changed_bytes_are_rejected_or_harmless(tmp_path_factory, junk, at, data):
     content = bytearray((SHARDED / "model-00001-of-00002.safetensors").read_bytes())
     at = min(at, len(content))
     content[at : at + data.draw(st.integers(0, 20))] = junk
@@ -347,7 +347,7 @@ json_values = st.recursive(
     | st.sampled_from(["prng_impl", "weak_type", "lineage", "transforms"]),
     json_values,
 )
-def test_metadata_of_ours_may_be_anything(tmp_path_factory, key, value):
+def test_load_handles_arbitrary_own_metadata(tmp_path_factory, key, value):
     in_leaf = key in (*hostile.LEAF, "role", "spec", "shard", "prng_impl", "weak_type")
     write = hostile.leaf(**{key: value}) if in_leaf else hostile.lie(**{key: value})
     path = write(tmp_path_factory.mktemp("lie"))
@@ -358,7 +358,7 @@ def test_metadata_of_ours_may_be_anything(tmp_path_factory, key, value):
 
 @settings(max_examples=200)
 @given(st.sampled_from([*hostile.ZEROS, "__metadata__", "weight_map"]), json_values)
-def test_headers_and_indices_may_be_anything(tmp_path_factory, key, value):
+def test_load_handles_arbitrary_headers_and_indices(tmp_path_factory, key, value):
     root = tmp_path_factory.mktemp("header")
     if key == "__metadata__":
         path = hostile.one({key: value, "a": hostile.ZEROS})(root)

@@ -8,7 +8,7 @@ from flaxckpt import transforms
 from tests import GOLDEN
 
 
-def test_metadata_is_short_however_many_leaves_there_are(tmp_path):
+def test_metadata_repr_stays_short_with_many_leaves(tmp_path):
     state = {f"layers_{n}": {"w": np.ones(2, np.float32)} for n in range(500)}
     metrics = {f"m{n}": n + 1 / 3 for n in range(20)}
     with flaxckpt.Checkpointer(tmp_path) as run:
@@ -26,7 +26,7 @@ def test_metadata_is_short_however_many_leaves_there_are(tmp_path):
     assert "layers_" not in repr(metadata)
 
 
-def test_a_long_path_has_its_own_line(tmp_path):
+def test_metadata_repr_puts_long_path_on_own_line(tmp_path):
     state = {"w": np.ones(2, np.float32)}
     flaxckpt.save(tmp_path / ("long" * 20), state)
     path, headline = repr(flaxckpt.metadata(tmp_path / ("long" * 20))).splitlines()
@@ -37,7 +37,7 @@ def test_a_long_path_has_its_own_line(tmp_path):
     assert line.startswith("<CheckpointMetadata memory://s/a: flaxckpt, saved ")
 
 
-def test_metadata_tells_where_a_state_came_from(tmp_path):
+def test_metadata_repr_reports_transforms(tmp_path):
     flaxckpt.save(tmp_path / "a", {"w": np.ones(2)})
     cast = [transforms.cast("w", "bfloat16")]
     flaxckpt.save(tmp_path / "b", {"w": np.ones(2)}, transforms=cast)
@@ -45,11 +45,11 @@ def test_metadata_tells_where_a_state_came_from(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5x-3/checkpoint_7", "flax-msgpack/checkpoint_3"])
-def test_metadata_of_other_formats_is_short(name):
+def test_metadata_repr_of_other_formats_is_short(name):
     assert len(repr(flaxckpt.metadata(GOLDEN / name)).splitlines()) <= 3
 
 
-def test_the_card_shows_metrics_and_branches_and_escapes_names(tmp_path):
+def test_card_shows_metrics_and_branches_and_escapes_names(tmp_path):
     state = {"params": {"<b>": np.ones(3), "w": np.ones(2)}, "<i>": np.ones(2)}
     with flaxckpt.Checkpointer(tmp_path) as run:
         run.save(7, state, metrics={"eval/loss": 0.25, "<script>": 1.0}).wait()
@@ -64,6 +64,6 @@ def test_the_card_shows_metrics_and_branches_and_escapes_names(tmp_path):
     assert "<i>" not in card
 
 
-def test_the_card_of_many_branches_is_cut(tmp_path):
+def test_card_truncates_many_branches(tmp_path):
     flaxckpt.save(tmp_path / "a", {f"w{n}": np.ones(1) for n in range(40)})
     assert "… and 28 more" in flaxckpt.metadata(tmp_path / "a")._repr_html_()

@@ -39,7 +39,7 @@ def test_checkpoint_fits_its_own_abstract_state(tmp_path):
     assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(found.state))
 
 
-def test_a_state_with_an_optimizer_keeps_its_classes(tmp_path):
+def test_state_with_optimizer_keeps_its_classes(tmp_path):
     params = {"w": jnp.ones(3)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     flaxckpt.save(tmp_path / "run" / "1", state)
@@ -51,7 +51,7 @@ def test_a_state_with_an_optimizer_keeps_its_classes(tmp_path):
     assert flaxckpt.plan(tmp_path / "other", found.state).problems
 
 
-def test_output_of_show_describes_the_same_state(tmp_path):
+def test_show_output_describes_same_state(tmp_path):
     flaxckpt.save(tmp_path / "one", STATE)
     shown = flaxckpt.metadata(tmp_path / "one")
     file = tmp_path / "shown.json"
@@ -73,7 +73,7 @@ def shown(path):
     return json.loads(printed.stdout)
 
 
-def test_output_of_show_keeps_the_classes_of_an_optimizer(tmp_path):
+def test_show_output_keeps_optimizer_classes(tmp_path):
     params = {"w": jnp.ones(3), "layers": [jnp.ones(2), jnp.ones(1)]}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     flaxckpt.save(tmp_path / "one", state)
@@ -93,7 +93,7 @@ def test_output_of_show_keeps_the_classes_of_an_optimizer(tmp_path):
     "structure",
     [3, None, ["dict", ["a"]], ["dict", ["a"], ["b"]], ["dict", ["a", "b"], ["a"]]],
 )
-def test_a_structure_that_does_not_fit_the_leaves_is_an_error(tmp_path, structure):
+def test_rejects_structure_not_matching_leaves(tmp_path, structure):
     content = {"format": "flaxckpt", "leaves": {"a": "int"}, "structure": structure}
     with pytest.raises(errors.OptionError, match="structure is not as flaxckpt show"):
         inspect_abstract_file.read_target(file_of(tmp_path, content))
@@ -103,7 +103,7 @@ def test_a_structure_that_does_not_fit_the_leaves_is_an_error(tmp_path, structur
         inspect_abstract_file.read_target(file_of(tmp_path, content))
 
 
-def test_leaves_are_texts_in_nested_dicts(tmp_path):
+def test_parses_leaf_strings_in_nested_dicts(tmp_path):
     wanted = {"a": {"w": "float32[3, 4]", "n": "int"}, "b": ["int8[]", None, "str"]}
     state = inspect_abstract_file.read_target(file_of(tmp_path, wanted)).state
     assert state == {
@@ -120,12 +120,12 @@ def test_leaves_are_texts_in_nested_dicts(tmp_path):
     "leaf",
     ["float33[2]", "float32", "float32[x]", "nonsense keys []", 3, True, "a[1][2]", ""],
 )
-def test_a_leaf_that_says_something_else_is_named(tmp_path, leaf):
+def test_error_names_invalid_leaf(tmp_path, leaf):
     with pytest.raises(errors.OptionError, match=r"a/w must be a string such as"):
         inspect_abstract_file.read_target(file_of(tmp_path, {"a": {"w": leaf}}))
 
 
-def test_a_file_that_is_no_json_is_an_error(tmp_path):
+def test_rejects_invalid_json_file(tmp_path):
     file = tmp_path / "wanted.json"
     file.write_text("{")
     with pytest.raises(errors.OptionError, match="is not valid JSON"):

@@ -74,7 +74,7 @@ def test_diff_describes_each_differing_leaf(tmp_path):
         (None, None, None),
     ],
 )
-def test_the_first_thing_that_differs_is_the_kind_of_difference(a, b, kind, tmp_path):
+def test_diff_reports_first_mismatch_as_kind(a, b, kind, tmp_path):
     found = flaxckpt.diff(
         saved(tmp_path / "a", {"x": a, "y": 1}), saved(tmp_path / "b", {"x": b, "y": 1})
     )
@@ -82,7 +82,7 @@ def test_the_first_thing_that_differs_is_the_kind_of_difference(a, b, kind, tmp_
     str(found)
 
 
-def test_types_that_differ_have_their_values_compared(tmp_path):
+def test_diff_compares_values_of_different_dtypes(tmp_path):
     a = saved(tmp_path / "a", {"x": np.array([1.0, 2.0, 1 / 3])})
     b = saved(tmp_path / "b", {"x": np.array([1.0, 2.0, 1 / 3], np.float32)})
     found = flaxckpt.diff(a, b).changed["x"]
@@ -106,7 +106,7 @@ def nan(bits):
         (0.0, -0.0),
     ],
 )
-def test_bits_are_bits_where_numbers_are_equal(a, b, tmp_path):
+def test_diff_reports_bit_changes_of_equal_numbers(a, b, tmp_path):
     paths = [saved(tmp_path / name, {"x": x}) for name, x in (("a", a), ("b", b))]
     found = flaxckpt.diff(*paths)
     assert not found.is_empty
@@ -130,7 +130,7 @@ def test_bits_are_bits_where_numbers_are_equal(a, b, tmp_path):
         (jnp.array([0, 3], jnp.uint4), jnp.array([15, 3], jnp.uint4), 15),
     ],
 )
-def test_distances_of_integers_are_exact(a, b, distance, tmp_path):
+def test_integer_distances_are_exact(a, b, distance, tmp_path):
     paths = [saved(tmp_path / name, {"x": x}) for name, x in (("a", a), ("b", b))]
     for pair in (paths, paths[::-1]):
         x = flaxckpt.diff(*pair).changed["x"]
@@ -140,7 +140,7 @@ def test_distances_of_integers_are_exact(a, b, distance, tmp_path):
         assert x.rel_norm > 0
 
 
-def test_some_elements_may_differ_in_bits_only(tmp_path):
+def test_diff_counts_elements_differing_in_bits_only(tmp_path):
     a = saved(tmp_path / "a", {"x": np.array([0.0, 1.0, np.nan])})
     b = saved(tmp_path / "b", {"x": np.array([-0.0, 3.0, np.nan])})
     x = flaxckpt.diff(a, b).changed["x"]
@@ -149,7 +149,7 @@ def test_some_elements_may_differ_in_bits_only(tmp_path):
     assert "1 in bits only" in str(x)
 
 
-def test_two_steps_of_a_run(tmp_path):
+def test_diff_compares_two_steps_of_run(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, train_state(float(step)))
@@ -159,7 +159,7 @@ def test_two_steps_of_a_run(tmp_path):
     assert found.changed["params/dense/kernel"].rel_norm == pytest.approx(2)
 
 
-def test_names_and_types_alone(tmp_path):
+def test_diff_without_values_compares_names_and_types(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.zeros(3), "y": np.ones(3, np.float32)})
     found = flaxckpt.diff(a, b, values=False)
@@ -167,7 +167,7 @@ def test_names_and_types_alone(tmp_path):
     assert found.bytes_compared == 0
 
 
-def test_two_formats(tmp_path):
+def test_diff_compares_two_formats(tmp_path):
     params = train_state().params
     a = saved(tmp_path / "a", {"params": params})
     file = tmp_path / "b.msgpack"
@@ -175,7 +175,7 @@ def test_two_formats(tmp_path):
     assert flaxckpt.diff(a, file).is_empty
 
 
-def test_leaves_that_are_called_otherwise(tmp_path):
+def test_diff_matches_renamed_leaves_by_transforms(tmp_path):
     a = saved(tmp_path / "a", {"encoder": {"w": np.ones(3)}})
     b = saved(tmp_path / "b", {"backbone": {"w": np.ones(3)}})
     assert not flaxckpt.diff(a, b).is_empty
@@ -183,7 +183,7 @@ def test_leaves_that_are_called_otherwise(tmp_path):
     assert flaxckpt.diff(a, b, transforms=[rename]).is_empty
 
 
-def test_large_leaves_are_compared_in_pieces(tmp_path, monkeypatch):
+def test_diff_compares_large_leaves_in_pieces(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "diff.piece_bytes", 1000)
     seams.replace(monkeypatch, "diff.at_once", 3000)
     values = np.arange(5000, dtype=np.float32).reshape(50, 100)
@@ -220,7 +220,7 @@ def damage(path, leaf):
     chunks.flip(root, chunks.names(root, leaf)[0])
 
 
-def test_a_damaged_leaf_does_not_keep_others_from_being_compared(tmp_path):
+def test_damaged_leaf_does_not_block_comparing_others(tmp_path):
     a = {"w": np.ones(3), "x": np.ones(3), "y": np.ones(3), "z": np.ones(3)}
     first = saved(tmp_path / "a", a)
     second = saved(tmp_path / "b", {**a, "z": np.zeros(3)})
@@ -235,7 +235,7 @@ def test_a_damaged_leaf_does_not_keep_others_from_being_compared(tmp_path):
     assert "cannot be read: 2\n  x: in a: " in str(found)
 
 
-def test_checkpoints_with_a_damaged_leaf_are_not_equal(tmp_path):
+def test_checkpoints_with_damaged_leaf_are_not_equal(tmp_path):
     a = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
     b = saved(tmp_path / "b", {"x": np.ones(3), "y": np.ones(3)})
     damage(b, "x")
@@ -247,7 +247,7 @@ def test_checkpoints_with_a_damaged_leaf_are_not_equal(tmp_path):
     assert flaxckpt.diff(a, b, values=False).unreadable == {}
 
 
-def test_the_damaged_pieces_of_a_large_leaf_make_it_unreadable(tmp_path, monkeypatch):
+def test_damaged_pieces_make_large_leaf_unreadable(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "diff.piece_bytes", 1000)
     seams.replace(monkeypatch, "diff.at_once", 3000)
     values = np.arange(5000, dtype=np.float32).reshape(50, 100)
@@ -258,7 +258,7 @@ def test_the_damaged_pieces_of_a_large_leaf_make_it_unreadable(tmp_path, monkeyp
     assert (set(found.unreadable), found.changed, found.same) == ({"x"}, {}, ("y",))
 
 
-def test_leaves_of_a_transform_are_unreadable_as_their_source_is(tmp_path):
+def test_transformed_leaf_is_unreadable_if_source_is_damaged(tmp_path):
     kernels = {f"layer_{n}": {"w": np.full((2, 2), n)} for n in range(2)}
     stacked = {"layers": {"w": np.stack([np.full((2, 2), n) for n in range(2)])}}
     a = saved(tmp_path / "a", {**kernels, "z": np.ones(3)})
@@ -273,7 +273,7 @@ def test_leaves_of_a_transform_are_unreadable_as_their_source_is(tmp_path):
     assert re.match("in a: layer_1/w: .*CRC-32C", why)
 
 
-def test_the_error_of_a_load_names_the_damaged_leaves(tmp_path):
+def test_load_error_names_damaged_leaves(tmp_path):
     path = saved(tmp_path / "a", {"x": np.ones(3), "y": np.ones(3)})
     damage(path, "x")
     with pytest.raises(errors.DamagedCheckpointError) as raised:
@@ -283,7 +283,7 @@ def test_the_error_of_a_load_names_the_damaged_leaves(tmp_path):
     assert errors.DamagedCheckpointError("gone").leaves == {}
 
 
-def test_metrics_are_side_by_side_and_do_not_make_checkpoints_unequal(tmp_path):
+def test_diff_shows_metrics_without_affecting_equality(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"x": np.ones(3)}, metrics={"loss": 0.5, "early": 1.0})
         run.save(2, {"x": np.ones(3)}, metrics={"loss": 0.25, "late": math.nan})
@@ -324,14 +324,14 @@ def test_differences_agree_with_numpy(data):
 @pytest.mark.parametrize(
     "dtype", ["int4", "bfloat16", "float8_e4m3fn", "bool", "uint2"]
 )
-def test_types_of_machine_learning_are_compared(dtype, tmp_path):
+def test_diff_compares_machine_learning_types(dtype, tmp_path):
     a = saved(tmp_path / "a", {"x": jnp.array([0, 1, 1], dtype)})
     b = saved(tmp_path / "b", {"x": jnp.array([0, 1, 0], dtype)})
     assert flaxckpt.diff(a, b).changed["x"].different == 1
     assert flaxckpt.diff(a, a).is_empty
 
 
-def test_the_reasons_name_the_step_or_the_run(tmp_path):
+def test_reasons_name_step_or_run(tmp_path):
     for name in ("x", "y"):
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             for step in (1, 2):
@@ -350,7 +350,7 @@ def test_the_reasons_name_the_step_or_the_run(tmp_path):
     assert found.unreadable["w"].startswith("in one: c")
 
 
-def test_leaves_of_another_shape_or_dtype_are_counted_apart(tmp_path):
+def test_counts_leaves_of_other_shape_or_dtype_separately(tmp_path):
     same = {"n": np.ones(2), "s": "text"}
     a = saved(
         tmp_path / "a", {**same, "w": np.ones(3), "x": np.ones(3), "y": np.ones(3)}
@@ -377,7 +377,7 @@ def save_items(root, step, value):
     return root / str(step)
 
 
-def test_a_damaged_item_does_not_keep_others_from_being_compared(tmp_path):
+def test_damaged_item_does_not_block_comparing_others(tmp_path):
     for step in (1, 2):
         save_items(tmp_path, step, step)
     shutil.rmtree(tmp_path / "2" / "params")

@@ -9,7 +9,7 @@ def examine(directory, *options, code=0):
     return command_line.read_json("doctor", directory, *options, code=code)
 
 
-def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
+def test_examine_measures_directory_and_leaves_no_trace(tmp_path):
     (tmp_path / "mine").write_text("x")
     found = examine(tmp_path, "--max-mb=1", "--max-secs=1")
     assert os.listdir(tmp_path) == ["mine"]  # noqa: PTH208
@@ -27,7 +27,7 @@ def test_a_directory_is_tried_out_and_left_as_it_was(tmp_path):
     assert found["features"]["hard links"]
 
 
-def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
+def test_examine_writes_no_more_than_allowed(tmp_path, monkeypatch):
     sizes = []
     real = seams.current("disk.write")
 
@@ -42,7 +42,7 @@ def test_no_more_is_written_than_was_allowed(tmp_path, monkeypatch):
     assert sizes.count(2**24) == 2
 
 
-def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
+def test_examine_reports_unwritable_directory(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 

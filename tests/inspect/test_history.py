@@ -30,7 +30,7 @@ def explain(path):
     return history.explain_deletions(events, listing.listing(path))
 
 
-def test_a_step_marked_as_damaged_kept_nothing_from_being_kept(tmp_path):
+def test_damaged_step_does_not_count_as_kept(tmp_path):
     keep = [LatestN(1), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.6)):
@@ -57,7 +57,7 @@ def kept(path):
     return {step: [v.kept for v in found] for step, found in explain(path).items()}
 
 
-def test_deleted_steps_stay_in_the_history(tmp_path):
+def test_history_keeps_deleted_steps(tmp_path):
     make(tmp_path)
     steps = history.history(tmp_path)
     assert [s.step for s in steps] == [100, 200, 300, 400, 500]
@@ -70,7 +70,7 @@ def test_deleted_steps_stay_in_the_history(tmp_path):
     assert steps[0].reason == "no policy keeps it"
 
 
-def test_a_deletion_is_explained_by_the_choice_of_each_policy(tmp_path):
+def test_explains_deletion_by_choice_of_each_policy(tmp_path):
     make(tmp_path)
     found = explain(tmp_path)
     latest, best = found[300]
@@ -84,7 +84,7 @@ def test_a_deletion_is_explained_by_the_choice_of_each_policy(tmp_path):
     assert 500 not in found
 
 
-def test_the_policies_are_those_of_the_time_of_the_deletion(tmp_path):
+def test_explains_deletion_by_policies_of_its_time(tmp_path):
     make(tmp_path)
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(600, STATE)
@@ -94,7 +94,7 @@ def test_the_policies_are_those_of_the_time_of_the_deletion(tmp_path):
     assert (verdict.policy, verdict.kept) == ("LatestN(1)", (600,))
 
 
-def test_a_step_saved_again_counts_as_saved_last(tmp_path):
+def test_history_uses_last_save_of_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, STATE, metrics={"loss": 1.0}).wait()
         ckpt.save(1, STATE, metrics={"loss": 2.0}, on_exists="overwrite").wait()
@@ -118,7 +118,7 @@ def test_unrecorded_deletion_has_no_time_and_no_reason(tmp_path):
     assert [s.step for s in history.history(tmp_path)] == [200, 500]
 
 
-def test_a_run_of_orbax_has_a_history_of_the_steps_that_exist(tmp_path):
+def test_orbax_run_has_history_of_existing_steps(tmp_path):
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["l"])
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in (1, 2):
@@ -132,7 +132,7 @@ def test_a_run_of_orbax_has_a_history_of_the_steps_that_exist(tmp_path):
     assert listing.listing(tmp_path).keep is None
 
 
-def test_listings_use_the_recorded_policies_on_disks_and_in_stores(tmp_path):
+def test_listings_use_recorded_policies_on_disk_and_in_stores(tmp_path):
     for path in (tmp_path / "run", faulty.new_path("recorded")):
         make(path)
         found = listing.listing(path)
@@ -145,7 +145,7 @@ def test_listings_use_the_recorded_policies_on_disks_and_in_stores(tmp_path):
         assert given.steps[0].why == ()
 
 
-def test_a_deletion_is_explained_by_the_steps_of_its_time(tmp_path):
+def test_explains_deletion_by_steps_of_its_time(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)]) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, STATE, metrics={"loss": 1.0}).wait()
@@ -157,7 +157,7 @@ def test_a_deletion_is_explained_by_the_steps_of_its_time(tmp_path):
     assert 2 not in explain(tmp_path), "deleted on request"
 
 
-def test_other_policies_than_those_of_the_run_are_not_explained(tmp_path):
+def test_does_not_explain_pruning_by_other_policies(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(5)]) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, STATE).wait()
@@ -167,7 +167,7 @@ def test_other_policies_than_those_of_the_run_are_not_explained(tmp_path):
     assert gone.reason == "pruned, not kept by LatestN(1)"
 
 
-def test_hostile_numbers_of_a_journal_are_left_out(tmp_path):
+def test_ignores_hostile_numbers_in_journal(tmp_path):
     make(tmp_path)
     huge = {"bytes": 10**400, "total_secs": 10**400, "metrics": {"a": 10**400, "b": 1}}
     event = {"time": 1.0, "kind": "committed", "step": 9, "path": "x", "details": huge}

@@ -29,7 +29,7 @@ def of(directory, value):
     hnp.arrays(np.float32, st.integers(1, 200), elements=finite | odd),
     st.integers(1, 40),
 )
-def test_sums_in_parts_are_those_of_the_whole(values, cut):
+def test_piecewise_statistics_match_whole(values, cut):
     with pytest.MonkeyPatch.context() as patch:
         seams.replace(patch, "leaf_statistics.piece_bytes", 4 * cut)
         seams.replace(patch, "leaf_statistics.at_once", 12 * cut)
@@ -49,7 +49,7 @@ def test_sums_in_parts_are_those_of_the_whole(values, cut):
     "dtype",
     ["float32", "float16", "int64", "uint8", "bool", ml_dtypes.bfloat16, "complex64"],
 )
-def test_every_type_has_statistics(tmp_path, dtype):
+def test_every_dtype_has_statistics(tmp_path, dtype):
     values = np.arange(100).reshape(4, 25).astype(dtype)
     found = of(tmp_path, values)
     numbers = np.abs(values.astype(np.complex128))
@@ -62,7 +62,7 @@ def test_every_type_has_statistics(tmp_path, dtype):
     assert found.values is None
 
 
-def test_the_histogram_is_numpys(tmp_path):
+def test_histogram_matches_numpy(tmp_path):
     values = np.random.default_rng(0).normal(size=10_000)
     found = of(tmp_path, values)
     counts, edges = np.histogram(values, len(found.histogram))
@@ -71,7 +71,7 @@ def test_the_histogram_is_numpys(tmp_path):
     np.testing.assert_allclose(found.edges, edges)
 
 
-def test_a_leaf_of_several_pieces_is_read_in_parts(tmp_path, monkeypatch):
+def test_reads_leaf_of_several_pieces_in_parts(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "leaf_statistics.piece_bytes", 1000)
     seams.replace(monkeypatch, "leaf_statistics.at_once", 3000)
     values = np.random.default_rng(0).normal(size=(30, 50))
@@ -86,7 +86,7 @@ def test_a_leaf_of_several_pieces_is_read_in_parts(tmp_path, monkeypatch):
     "value",
     [np.full(20, np.nan), np.zeros((0, 3)), np.full(20, 7.0), np.array([-3e38, 3e38])],
 )
-def test_odd_arrays_have_statistics_too(tmp_path, value):
+def test_unusual_arrays_have_statistics(tmp_path, value):
     found = of(tmp_path, value)
     finite = value[np.isfinite(value)]
     assert found.count == value.size
@@ -95,7 +95,7 @@ def test_odd_arrays_have_statistics_too(tmp_path, value):
     assert len(found.edges) == (len(found.histogram) + 1 if finite.size else 0)
 
 
-def test_large_whole_numbers_keep_all_digits(tmp_path):
+def test_large_integers_keep_all_digits(tmp_path):
     found = of(tmp_path, np.array([2**62 + 1, 2**62 + 3] * 20))
     assert (found.min, found.max) == (2**62 + 1, 2**62 + 3)
     assert sum(found.histogram) == 40
@@ -109,7 +109,7 @@ def test_statistics_of_non_arrays_hold_their_values(tmp_path):
     assert (keys.info["kind"], keys.values) == ("prng_key", [0, 3])
 
 
-def test_a_leaf_that_is_not_there_is_an_error(tmp_path):
+def test_show_rejects_missing_leaf(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     told = command_line.run("show", tmp_path / "one", "v", code=2)
     assert "has neither a leaf nor a container v" in told

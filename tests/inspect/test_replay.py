@@ -55,7 +55,7 @@ def good(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_good_run_is_reproduced(good):
+def test_replay_reproduces_good_run(good):
     run, kind = good
     report = replay(run, kind, 2, 8)
     assert report.ok
@@ -69,7 +69,7 @@ def test_a_good_run_is_reproduced(good):
 
 
 @pytest.mark.slow
-def test_the_run_is_not_changed(good):
+def test_replay_does_not_change_run(good):
     run, kind = good
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     replay(run, kind, 0, 2)
@@ -77,7 +77,7 @@ def test_the_run_is_not_changed(good):
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_found_between_two_checkpoints(tmp_path):
+def test_replay_finds_flipped_bit_between_checkpoints(tmp_path):
     def fault(state):
         params = jax.tree.map(lambda x: x, state.params)
         params["Dense_0"]["kernel"] = flip(params["Dense_0"]["kernel"], 5, bit=3)
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_found_between_two_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fault_in_an_object_is_found_with_the_parameters_first(tmp_path):
+def test_replay_finds_object_fault_with_parameters_first(tmp_path):
     def fault(state):
         model, optimizer = state
         model.out.kernel[...] = flip(model.out.kernel[...], 0, bit=20)
@@ -133,7 +133,7 @@ def test_replay_distinguishes_hidden_randomness_from_changes(tmp_path):
     assert "from step 5 on" in str(report)
 
 
-def test_data_that_differ_are_named_before_the_state(tmp_path):
+def test_replay_names_differing_data_before_state(tmp_path):
     calls = itertools.count()
 
     def step(state, batch):
@@ -175,7 +175,7 @@ class Moments(struct.PyTreeNode):
     ],
     ids=["dict", "frozen", "namedtuple", "struct", "numpy", "key"],
 )
-def test_states_of_all_kinds_with_and_without_a_template(tmp_path, state):
+def test_replays_states_of_all_kinds_with_and_without_template(tmp_path, state):
     def step(state):
         return jax.tree.map(next_value, state)
 
@@ -202,7 +202,7 @@ def next_value(x):
     return (x * 2).astype(x.dtype) if hasattr(x, "dtype") else x + 1
 
 
-def test_64_bit_states(tmp_path):
+def test_replays_64_bit_states(tmp_path):
     with jax.enable_x64(True):
         state = {"w": jnp.arange(3, dtype=jnp.float64), "n": jnp.int64(2**40)}
 
@@ -213,7 +213,7 @@ def test_64_bit_states(tmp_path):
         assert flaxckpt.replay(tmp_path, 0, 2, step).ok
 
 
-def test_a_shard_that_differs_is_named_by_its_device(tmp_path):
+def test_replay_names_device_of_differing_shard(tmp_path):
     mesh = jax.make_mesh((8,), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))
     state = {"w": jax.device_put(jnp.arange(16.0), split)}
@@ -235,7 +235,7 @@ def test_a_shard_that_differs_is_named_by_its_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_grain_datasets_restart_where_they_were_saved(tmp_path):
+def test_replay_restarts_grain_dataset_at_saved_position(tmp_path):
     def batches():
         data = grain.MapDataset.range(100).seed(3).shuffle().repeat().batch(4)
         return iter(data.to_iter_dataset())
@@ -260,7 +260,7 @@ def test_grain_datasets_restart_where_they_were_saved(tmp_path):
     assert (report.outcome, report.first_different) == ("changed", 6)
 
 
-def test_objects_changed_in_place_by_a_step_that_returns_the_loss(tmp_path):
+def test_replays_in_place_step_returning_loss(tmp_path):
     def make():
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -291,7 +291,7 @@ def plain(tmp_path_factory):
     return run
 
 
-def test_mistakes_are_reported(plain, tmp_path):
+def test_replay_reports_mistakes(plain, tmp_path):
     def step(state, batch):
         return state
 
@@ -343,7 +343,7 @@ OTHER_NAN = np.uint32(0x7FC00001).view(np.float32)
     ],
 )
 @pytest.mark.parametrize("as_jax", [True, False])
-def test_bits_are_counted(a, b, wanted, as_jax):
+def test_counts_flipped_bits(a, b, wanted, as_jax):
     if as_jax:
         a, b = jnp.asarray(a), jnp.asarray(b)
     assert bits.compare(a, a) is None
@@ -354,7 +354,7 @@ def test_bits_are_counted(a, b, wanted, as_jax):
     assert found.max_abs == change
 
 
-def test_other_leaves_are_compared_by_value():
+def test_compares_other_leaves_by_value():
     assert bits.compare("a", "a") is None
     assert bits.compare(None, None) is None
     assert bits.compare("a", "b") == bits.BitDiff(1, 1, 0, np.inf)
@@ -385,6 +385,6 @@ def test_swapped_elements_change_the_fingerprint():
     assert one.differences(fingerprint.take([jnp.array([2.0, 1.0, 3.0])])) == ["0"]
 
 
-def test_leaves_that_only_one_state_has_differ():
+def test_leaves_in_only_one_state_differ():
     one, two = fingerprint.take({"a": 1, "b": jnp.ones(2)}), fingerprint.take({"a": 1})
     assert one.differences(two) == two.differences(one) == ["b"]

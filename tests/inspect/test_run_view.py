@@ -53,7 +53,7 @@ def test_listing_agrees_with_the_checkpointer(tmp_path):
     assert [step["marks"] for step in found] == [["best"], [], ["latest"]]
 
 
-def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
+def test_lists_but_never_prunes_damaged_steps(tmp_path):
     root = make_run(tmp_path / "run", (10, 20, 30, 40))
     run_files.mark_damaged(root / "10", "it is bad")
     (root / "20" / "flaxckpt.json").write_text("{")
@@ -74,7 +74,7 @@ def test_damaged_steps_are_listed_and_never_pruned(tmp_path):
     assert (root / "40").is_dir()
 
 
-def test_a_former_step_counts_for_nobody(tmp_path):
+def test_incomplete_step_counts_for_no_policy(tmp_path):
     root = make_run(tmp_path / "run")
     for name in ("flaxckpt.json", "_CHECKPOINT_METADATA", "state/_METADATA"):
         (root / "30" / name).unlink()
@@ -104,7 +104,7 @@ def test_prune_counts_only_unshared_bytes_as_freed(tmp_path):
     assert alone["bytes"] == found["bytes"]
 
 
-def test_nothing_is_made_where_nothing_is(tmp_path):
+def test_commands_create_nothing_at_missing_path(tmp_path):
     path = tmp_path / "nowhere"
     for call in (
         ("prune", path, "--keep", "latest:1", "--yes"),
@@ -116,7 +116,7 @@ def test_nothing_is_made_where_nothing_is(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_look_leaves_no_trace(tmp_path):
+def test_read_only_commands_change_nothing(tmp_path):
     root = make_run(tmp_path / "run")
     before = sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
     list_steps(root, "--keep", "latest:1")
@@ -125,7 +125,7 @@ def test_a_look_leaves_no_trace(tmp_path):
     assert before == sorted((p, p.stat().st_mtime_ns) for p in root.rglob("*"))
 
 
-def test_pinning_takes_all_or_none(tmp_path):
+def test_pin_takes_all_steps_or_none(tmp_path):
     root = make_run(tmp_path / "run")
     assert "no step 7" in command_line.run("pin", root, 10, 7, code=2)
     assert not run_files.is_pinned(root / "10")

@@ -46,7 +46,7 @@ def terabyte():
 
 
 @pytest.mark.slow
-def test_a_terabyte_in_100_000_leaves_is_divided_equally(terabyte):
+def test_divides_terabyte_in_100_000_leaves_equally(terabyte):
     assert terabyte.leaves > 100_000
     assert terabyte.total_bytes > 10**12
     assert len(terabyte.written_bytes) == PROCESSES
@@ -54,20 +54,20 @@ def test_a_terabyte_in_100_000_leaves_is_divided_equally(terabyte):
 
 
 @pytest.mark.slow
-def test_metadata_grow_with_leaves_and_not_with_processes(terabyte):
+def test_metadata_grows_with_leaves_not_processes(terabyte):
     few = AbstractMesh((1, 8, 4), ("data", "fsdp", "model"))
     small = flaxckpt.simulate(transformer(4762, 1216, few), processes=8)
     assert small.metadata_bytes == pytest.approx(terabyte.metadata_bytes, rel=0.01)
     assert terabyte.metadata_bytes < 1000 * terabyte.leaves
 
 
-def test_few_large_leaves_are_divided_too():
+def test_divides_few_large_leaves_equally():
     """The largest models have some hundreds of leaves."""
     found = flaxckpt.simulate(transformer(20, 16384, large_mesh()), processes=PROCESSES)
     assert found.balance <= 1.1
 
 
-def test_few_small_leaves_are_divided_by_their_shards():
+def test_divides_few_small_leaves_by_shards():
     mesh = AbstractMesh((8, 4), ("data", "model"))
     split = NamedSharding(mesh, P("model"))
     leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=split)
@@ -76,7 +76,7 @@ def test_few_small_leaves_are_divided_by_their_shards():
     assert "are not divided" not in str(found)
 
 
-def test_the_report_says_why_small_leaves_are_written_by_few():
+def test_report_explains_uneven_split_of_small_leaves():
     mesh = AbstractMesh((8, 4), ("data", "model"))
     whole = NamedSharding(mesh, P())
     leaf = jax.ShapeDtypeStruct((256, 256), "float32", sharding=whole)
@@ -86,7 +86,7 @@ def test_the_report_says_why_small_leaves_are_written_by_few():
 
 
 @pytest.mark.slow
-def test_each_process_reads_only_the_share_of_its_devices(terabyte):
+def test_each_process_reads_only_share_of_its_devices(terabyte):
     # A process has all of `model`, of one place on `fsdp`, which has 8.
     share = max(terabyte.read_bytes) / terabyte.total_bytes
     assert 1 / 8 <= share <= 1.01 / 8
@@ -137,6 +137,6 @@ def test_simulate_rejects_impossible_process_counts_and_real_meshes(
         flaxckpt.simulate(state, processes=processes)
 
 
-def test_states_without_shardings_cannot_be_simulated():
+def test_simulate_rejects_states_without_shardings():
     with pytest.raises(errors.OptionError, match="0 meshes"):
         flaxckpt.simulate({"a": np.ones(3)}, processes=1)

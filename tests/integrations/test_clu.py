@@ -69,7 +69,7 @@ def forget_writers():
 # ---- the hook --------------------------------------------------------------------
 
 
-def test_metrics_of_all_batches_since_the_last_save_are_saved(ckpt):
+def test_saves_metrics_of_all_batches_since_last_save(ckpt):
     checkpoint = PeriodicCheckpoint(flaxckpt.CheckpointCallback(ckpt, every_steps=2))
     saved = [
         checkpoint(step, 0.5, state={"n": step}, batch_metrics=losses(*values))
@@ -80,7 +80,7 @@ def test_metrics_of_all_batches_since_the_last_save_are_saved(ckpt):
     assert [ckpt.metrics(step) for step in ckpt.steps()] == [{"loss": 3}, {"loss": 6}]
 
 
-def test_the_end_of_the_loop_saves_the_metrics_since_the_last_save(tmp_path):
+def test_end_of_loop_saves_metrics_since_last_save(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
         checkpoint = PeriodicCheckpoint(on_step)
@@ -90,7 +90,7 @@ def test_the_end_of_the_loop_saves_the_metrics_since_the_last_save(tmp_path):
     assert ckpt.metrics(4) == {"loss": 3.5}
 
 
-def test_the_best_steps_are_kept_by_their_computed_metrics(tmp_path):
+def test_keeps_best_steps_by_computed_metrics(tmp_path):
     keep = [BestN(1, "loss", mode="min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
@@ -103,7 +103,7 @@ def test_the_best_steps_are_kept_by_their_computed_metrics(tmp_path):
     assert 2 in ckpt.steps()
 
 
-def test_metrics_of_the_loop_are_saved_as_they_are(ckpt):
+def test_saves_metrics_of_loop_unchanged(ckpt):
     checkpoint = PeriodicCheckpoint(flaxckpt.CheckpointCallback(ckpt, every_steps=1))
     merged = losses(1.0).merge(losses(2.0))
     checkpoint(1, state={"n": 1}, metrics=merged)
@@ -131,7 +131,7 @@ def test_periodic_checkpoint_works_in_a_list_of_hooks(ckpt):
     assert ckpt.restore(step=4) == {"n": 4}
 
 
-def test_a_periodic_callback_of_clu_decides_when_to_save(ckpt, writers):
+def test_clu_periodic_callback_decides_when_to_save(ckpt, writers):
     actions = importlib.import_module("clu.periodic_actions")
     checkpoint = PeriodicCheckpoint(flaxckpt.CheckpointCallback(ckpt))
     hook = actions.PeriodicCallback(
@@ -145,7 +145,7 @@ def test_a_periodic_callback_of_clu_decides_when_to_save(ckpt, writers):
     assert hook.get_last_callback_result()
 
 
-def test_arguments_that_do_not_fit_are_refused(ckpt):
+def test_rejects_invalid_arguments(ckpt):
     with pytest.raises(errors.OptionError, match=r"PeriodicCheckpoint\(Checkp"):
         PeriodicCheckpoint(ckpt)
     checkpoint = PeriodicCheckpoint(flaxckpt.CheckpointCallback(ckpt, every_steps=9))
@@ -161,7 +161,7 @@ def test_arguments_that_do_not_fit_are_refused(ckpt):
         call(batch_metrics=losses(1.0, cls=WithPicture))
 
 
-def test_metrics_that_are_still_replicated_are_refused(ckpt):
+def test_rejects_replicated_metrics(ckpt):
     checkpoint = PeriodicCheckpoint(flaxckpt.CheckpointCallback(ckpt, every_steps=1))
     replicated = jax.tree.map(lambda x: jnp.stack([x, x]), losses(1.0))
     with pytest.raises(errors.OptionError, match=r"computed: .*unreplicate"):
@@ -169,7 +169,7 @@ def test_metrics_that_are_still_replicated_are_refused(ckpt):
     assert ckpt.steps() == []
 
 
-def test_scalars_omit_values_that_are_no_numbers():
+def test_scalars_omit_non_numeric_values():
     assert scalars(losses(1.0, 2.0, cls=WithPicture)) == {"loss": 1.5}
 
 
@@ -214,12 +214,12 @@ def train(directory, total):
     return float(state["sum"]), start
 
 
-def test_a_dataset_iterator_goes_on_where_it_stood(tmp_path):
+def test_resumes_dataset_iterator(tmp_path):
     assert train(tmp_path, 5) == (15, 0)
     assert train(tmp_path, 8) == (36, 5)
 
 
-def test_a_dataset_iterator_that_saves_no_state_is_refused(ckpt):
+def test_rejects_dataset_iterator_without_saved_state(ckpt):
     class Stateless(Counter):
         save = clu.data.DatasetIterator.save
 
@@ -231,7 +231,7 @@ def test_a_dataset_iterator_that_saves_no_state_is_refused(ckpt):
 # ---- metric writers --------------------------------------------------------------
 
 
-def test_writers_are_imported_without_tensorflow(writers):
+def test_imports_writers_without_tensorflow(writers):
     assert import_metric_writers() is writers
     assert sys.modules["clu.metric_writers"] is writers
     importlib.import_module("clu.periodic_actions")
@@ -242,7 +242,7 @@ def test_writers_are_imported_without_tensorflow(writers):
         writers.create_default_writer("logs")
 
 
-def test_another_module_that_is_missing_is_reported(monkeypatch, writers):
+def test_reports_other_missing_modules(monkeypatch, writers):
     forget_writers()
     monkeypatch.setitem(sys.modules, "wrapt", None)
     with pytest.raises(ModuleNotFoundError, match="wrapt"):
@@ -250,7 +250,7 @@ def test_another_module_that_is_missing_is_reported(monkeypatch, writers):
 
 
 @pytest.mark.parametrize("kind", ["logging", "async", "multi", "async multi"])
-def test_a_writer_gets_the_numbers_of_events(tmp_path, caplog, writers, kind):
+def test_writer_receives_event_numbers(tmp_path, caplog, writers, kind):
     log = writers.LoggingWriter()
     writer = {
         "logging": log,
@@ -269,7 +269,7 @@ def test_a_writer_gets_the_numbers_of_events(tmp_path, caplog, writers, kind):
     writer.close()
 
 
-def test_a_writer_that_fails_changes_nothing_for_checkpoints(tmp_path, caplog, writers):
+def test_failing_writer_does_not_affect_checkpoints(tmp_path, caplog, writers):
     class Broken(writers.LoggingWriter):
         def write_scalars(self, step, scalars):
             raise OSError("no space left")

@@ -12,7 +12,7 @@ pytest.importorskip("tensorflow", reason="needs tensorflow")
 pytest.importorskip("tensorboard", reason="needs tensorboard")
 
 
-def test_a_periodic_callback_of_clu_saves_and_the_run_goes_on_exactly():
+def test_clu_periodic_callback_saves_and_resumes_exactly():
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     printed = subprocess.run(
         [sys.executable, "-m", "examples.loops.clu_hooks"],

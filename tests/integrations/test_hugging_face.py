@@ -43,12 +43,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("make", "size"), KINDS.values(), ids=KINDS)
-def test_a_dataset_resumes_exactly_in_every_epoch(tmp_path, make, size):
+def test_dataset_resumes_exactly_in_every_epoch(tmp_path, make, size):
     counts = [1, size // 2, size - 1, size, size + 1, size + size // 2, 2 * size]
     assert_resumes(tmp_path, make, counts, epochs=2, epoch_size=size, begin=begin)
 
 
-def test_the_epoch_is_restored_before_the_state():
+def test_restores_epoch_before_state():
     used, fresh = shards_shuffled(), shards_shuffled()
     used.set_epoch(3)
     batches = iter(used)
@@ -59,7 +59,7 @@ def test_the_epoch_is_restored_before_the_state():
     assert list(fresh) == list(batches)
 
 
-def test_the_restored_state_is_saved_again_before_the_first_batch():
+def test_returns_restored_state_before_first_batch():
     used, fresh = stream(), stream()
     next(iter(used))
     files = datasets.state_files(used)
@@ -67,7 +67,7 @@ def test_the_restored_state_is_saved_again_before_the_first_batch():
     assert datasets.state_files(fresh) == files
 
 
-def test_a_state_of_another_pipeline_is_an_error_and_changes_nothing():
+def test_rejecting_state_of_other_pipeline_changes_nothing():
     used, fresh = stream(), mapped()
     used.set_epoch(1)
     next(iter(used))
@@ -77,7 +77,7 @@ def test_a_state_of_another_pipeline_is_an_error_and_changes_nothing():
     assert list(fresh) == list(mapped())
 
 
-def test_a_shuffle_buffer_is_warned_of_once(caplog):
+def test_warns_once_about_shuffle_buffer(caplog):
     shuffled = stream().shuffle(seed=5, buffer_size=16).map(lambda row: row)
     for _ in range(3):
         datasets.state_files(shuffled)
@@ -87,12 +87,12 @@ def test_a_shuffle_buffer_is_warned_of_once(caplog):
 
 
 @pytest.mark.parametrize("make", [stream, shards_shuffled])
-def test_no_shuffle_buffer_is_not_warned_of(caplog, make):
+def test_does_not_warn_without_shuffle_buffer(caplog, make):
     datasets.state_files(make().map(lambda row: row))
     assert not caplog.records
 
 
-def test_a_loop_that_has_begun_is_warned_of_when_a_state_is_restored(caplog):
+def test_warns_about_restore_into_started_loop(caplog):
     used, begun = stream(), stream()
     next(iter(used))
     files = datasets.state_files(used)
@@ -127,7 +127,7 @@ def advanced(iterator):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_the_epoch_is_restored_inside_a_loader_of_torchs():
+def test_torchdata_loader_restores_epoch():
     stateful = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata is not installed"
     )

@@ -144,7 +144,7 @@ def fit_unnamed(directory, epochs, lose_after=None):
     return model
 
 
-def test_a_model_built_twice_in_a_process_resumes(tmp_path):
+def test_model_built_twice_in_process_resumes(tmp_path):
     keras.utils.clear_session()
     with pytest.raises(LostError):
         fit_unnamed(tmp_path / "lost", 2, lose_after=9)
@@ -160,7 +160,7 @@ def test_a_model_built_twice_in_a_process_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_checkpoints_by_keras_names_are_restored(tmp_path):
+def test_restores_checkpoints_with_keras_names(tmp_path):
     keras.utils.clear_session()
     unnamed_model()  # so the names are not those of a new process
     model = unnamed_model()
@@ -213,7 +213,7 @@ def straight(tmp_path_factory):
         [(step_indexed, 13, 6)],
     ),
 )
-def test_an_interrupted_fit_ends_as_one_that_was_not(
+def test_interrupted_fit_matches_uninterrupted_fit(
     tmp_path, straight, batches, lose_after, every_steps
 ):
     with pytest.raises(LostError):
@@ -231,7 +231,7 @@ def test_an_interrupted_fit_ends_as_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("together", "calls"), [(2, 5), (4, 3)])
-def test_several_batches_may_be_one_call(tmp_path, straight, together, calls):
+def test_resumes_with_several_batches_per_call(tmp_path, straight, together, calls):
     options = {"steps_per_execution": together, "every_steps": 1}
     with pytest.raises(LostError):
         fit(tmp_path, step_indexed(), lose_after=calls, **options)
@@ -241,7 +241,7 @@ def test_several_batches_may_be_one_call(tmp_path, straight, together, calls):
 
 
 @pytest.mark.slow
-def test_batches_that_were_taken_ahead_are_not_lost(tmp_path, straight, monkeypatch):
+def test_does_not_lose_prefetched_batches(tmp_path, straight, monkeypatch):
     # So keras does what it does for an accelerator: it takes one batch ahead.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     taken = []
@@ -254,7 +254,7 @@ def test_batches_that_were_taken_ahead_are_not_lost(tmp_path, straight, monkeypa
 
 
 @pytest.mark.slow
-def test_the_last_step_is_saved_before_averages_take_the_place_of_weights(tmp_path):
+def test_saves_last_step_before_averages_replace_weights(tmp_path):
     def optimizer():
         return keras.optimizers.Adam(1e-2, use_ema=True, name="adam")
 
@@ -282,7 +282,7 @@ class Signal(keras.callbacks.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exit_code", [75, None])
-def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
+def test_signal_ends_training_at_current_step(tmp_path, straight, exit_code):
     model = make_model()
     leaves = pytest.raises(SystemExit) if exit_code else contextlib.nullcontext()
     with leaves, flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -296,7 +296,7 @@ def test_a_signal_ends_the_training_where_it_is(tmp_path, straight, exit_code):
 
 
 @pytest.mark.slow
-def test_distributed_weights_come_back_where_they_were(tmp_path):
+def test_restores_sharding_of_distributed_weights(tmp_path):
     devices = keras.distribution.list_devices("cpu")
     mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], devices)
     layouts = keras.distribution.LayoutMap(mesh)
@@ -318,7 +318,7 @@ def test_distributed_weights_come_back_where_they_were(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_layer_of_another_name_is_named(tmp_path):
+def test_error_names_unknown_layer(tmp_path):
     fit(tmp_path, step_indexed(), epochs=1)
     keras.utils.clear_session()
     other = keras.Sequential(
@@ -333,7 +333,7 @@ def test_a_layer_of_another_name_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_accumulated_gradients_are_part_of_the_state(tmp_path):
+def test_state_includes_accumulated_gradients(tmp_path):
     def optimizer():
         return keras.optimizers.SGD(1e-2, gradient_accumulation_steps=4, name="sgd")
 
@@ -346,7 +346,7 @@ def test_accumulated_gradients_are_part_of_the_state(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_finished_run_trains_no_more_and_can_be_prolonged(tmp_path, straight):
+def test_finished_run_trains_only_when_extended(tmp_path, straight):
     fit(tmp_path, step_indexed(), epochs=2)
     model, history = fit(tmp_path, step_indexed(), epochs=2)
     assert history == {}
@@ -357,7 +357,7 @@ def test_a_finished_run_trains_no_more_and_can_be_prolonged(tmp_path, straight):
 
 
 @pytest.mark.slow
-def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, straight):
+def test_second_fit_continues_after_first(tmp_path, straight):
     model = make_model()
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpoint = KerasCheckpoint(
@@ -382,9 +382,7 @@ def test_a_second_fit_goes_on_where_the_first_one_ended(tmp_path, straight):
 
 
 @pytest.mark.slow
-def test_if_the_newest_step_is_damaged_the_epoch_is_that_of_the_one_before(
-    tmp_path, straight
-):
+def test_damaged_newest_step_resumes_epoch_of_previous_step(tmp_path, straight):
     with pytest.raises(LostError):
         fit(tmp_path, step_indexed(), lose_after=STEPS + 2, every_steps=STEPS - 1)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [5, 6]
@@ -398,7 +396,7 @@ def test_if_the_newest_step_is_damaged_the_epoch_is_that_of_the_one_before(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_the_metrics_of_its_epoch_and_validation(tmp_path):
+def test_saves_metrics_of_epoch_and_validation(tmp_path):
     validation = make_batch(1000)
     _, history = fit(
         tmp_path, step_indexed(), validation_data=validation, every_steps=STEPS
@@ -410,12 +408,12 @@ def test_a_checkpoint_has_the_metrics_of_its_epoch_and_validation(tmp_path):
 
 
 @pytest.mark.slow
-def test_epochs_are_saved_as_often_as_asked_for(tmp_path):
+def test_saves_epochs_at_requested_interval(tmp_path):
     fit(tmp_path, step_indexed(), epochs=4, every_epochs=3)
     assert flaxckpt.Checkpointer(tmp_path).steps() == [18, 24]
 
 
-def test_a_step_is_an_iteration_of_the_optimizer(tmp_path):
+def test_step_number_is_optimizer_iteration(tmp_path):
     with pytest.raises(LostError):
         fit(tmp_path, step_indexed(), lose_after=8, every_steps=4)
     saved = flaxckpt.load(tmp_path, step=8)
@@ -434,13 +432,13 @@ def test_a_step_is_an_iteration_of_the_optimizer(tmp_path):
         ({"initial_epoch": 1}, "pass initial_epoch=0"),
     ],
 )
-def test_epochs_that_do_not_agree_are_refused(tmp_path, options, message):
+def test_rejects_conflicting_epoch_options(tmp_path, options, message):
     with pytest.raises(errors.OptionError, match=message):
         fit(tmp_path, step_indexed(), **options)
 
 
 @pytest.mark.slow
-def test_batches_without_the_callback_are_refused(tmp_path):
+def test_rejects_batches_without_callback(tmp_path):
     on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
     checkpoint = KerasCheckpoint(on_step, step_indexed(), steps_per_epoch=STEPS)
     with pytest.raises(errors.OptionError, match="pass it to fit, too"):
@@ -455,7 +453,7 @@ def test_batches_without_the_callback_are_refused(tmp_path):
         ({"batches": iter([])}, errors.DatasetStateError, "get_state"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, options, kind, message):
+def test_rejects_invalid_options(tmp_path, options, kind, message):
     on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(tmp_path))
     options = {"batches": step_indexed(), "steps_per_epoch": STEPS, **options}
     with pytest.raises(kind, match=message):
@@ -463,7 +461,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path, options, kind, message
 
 
 @pytest.mark.slow
-def test_another_backend_is_refused():
+def test_rejects_other_backends():
     code = (
         "from flaxckpt.integrations.keras import KerasCheckpoint\n"
         "KerasCheckpoint(None, iter([]), steps_per_epoch=1)"

@@ -95,7 +95,7 @@ def item(tmp_path):
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("named", [False, True], ids=["single", "named"])
-def test_a_manager_saves_restores_and_deletes_steps(tmp_path, named, is_async):
+def test_manager_saves_restores_and_deletes_steps(tmp_path, named, is_async):
     def wrap(args):
         return ocp.args.Composite(state=args) if named else args
 
@@ -129,7 +129,7 @@ def test_a_manager_saves_restores_and_deletes_steps(tmp_path, named, is_async):
         assert type(flaxckpt.load(path)) is TrainState
 
 
-def test_several_items_beside_those_of_orbax(tmp_path):
+def test_saves_several_items_beside_orbax_items(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:  # handlers found by their args
         args = ocp.args.Composite(
             state=SaveArgs(make_state(1)),
@@ -145,7 +145,7 @@ def test_several_items_beside_those_of_orbax(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [ocp.Checkpointer, ocp.AsyncCheckpointer])
-def test_a_checkpointer_without_a_manager(tmp_path, kind):
+def test_checkpointer_works_without_manager(tmp_path, kind):
     with kind(CheckpointHandler()) as checkpointer:
         checkpointer.save(tmp_path / "one", args=SaveArgs(make_state()))
     with kind(CheckpointHandler()) as checkpointer:
@@ -157,7 +157,7 @@ def test_a_checkpointer_without_a_manager(tmp_path, kind):
     assert not report.extra
 
 
-def test_the_values_are_those_at_the_call(tmp_path):
+def test_saves_values_at_time_of_call(tmp_path):
     may_write = threading.Event()
     real = seams.current("disk.write_parts")
 
@@ -181,7 +181,7 @@ def test_the_values_are_those_at_the_call(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_is_verified_and_read_by_orbax(tmp_path, layout):
+def test_orbax_and_verify_accept_every_layout(tmp_path, layout):
     handler = CheckpointHandler(layout=LAYOUTS[layout])
     state = make_state(1)
     with make_manager(tmp_path, named=True, handler=handler) as manager:
@@ -204,7 +204,7 @@ def test_transforms_apply_to_the_saved_item(tmp_path):
     assert found.params["kernel"].dtype == jnp.float32
 
 
-def test_restore_args_are_the_options_of_load(tmp_path):
+def test_restore_args_match_load_options(tmp_path):
     options = dict(inspect.signature(flaxckpt.load).parameters)
     del options["path"], options["step"]
     fields = {field.name: field.default for field in dataclasses.fields(RestoreArgs)}
@@ -224,7 +224,7 @@ def test_restore_args_are_the_options_of_load(tmp_path):
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=strategies.trees)
-def test_any_tree_comes_back_exactly(tmp_path_factory, state):
+def test_any_tree_round_trips_exactly(tmp_path_factory, state):
     directory = tmp_path_factory.mktemp("item")
     handler = CheckpointHandler()
     with contextlib.suppress(errors.LeafNameError, errors.UnsupportedLeafError):
@@ -235,7 +235,7 @@ def test_any_tree_comes_back_exactly(tmp_path_factory, state):
     assert flaxckpt.verify(directory).ok
 
 
-def test_leaves_may_have_the_names_of_files(tmp_path):
+def test_leaves_may_have_names_of_files(tmp_path):
     names = ["flaxckpt.json", "flaxckpt.digest", "commit_success.txt", "metrics"]
     names += ["_METADATA", "_CHECKPOINT_METADATA", "dataset", "state", "d", "default"]
     names += ["PINNED", "ITEM_DELETED.state"]
@@ -253,7 +253,7 @@ def test_leaves_may_have_the_names_of_files(tmp_path):
 # ---- beside Orbax's own handlers ----------------------------------------------------
 
 
-def test_a_run_switches_to_flaxckpt_and_back(tmp_path):
+def test_run_switches_to_flaxckpt_and_back(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(make_state(1)))
     with make_manager(tmp_path) as manager:
@@ -273,7 +273,7 @@ def test_a_run_switches_to_flaxckpt_and_back(tmp_path):
         checkpointer.save(4, make_state(4)).wait()
 
 
-def test_item_metadata_is_that_of_orbax(tmp_path):
+def test_item_metadata_matches_orbax(tmp_path):
     state = make_state()
     with ocp.CheckpointManager(tmp_path / "theirs") as manager:
         manager.save(1, args=ocp.args.StandardSave(state))
@@ -292,7 +292,7 @@ def test_item_metadata_is_that_of_orbax(tmp_path):
     assert forms(found) == forms(wanted)
 
 
-def test_metrics_of_the_manager_are_those_of_the_step(tmp_path):
+def test_manager_saves_metrics_with_step(tmp_path):
     with make_manager(tmp_path, best_fn=lambda m: m["loss"]) as manager:
         manager.save(1, args=SaveArgs(make_state()), metrics={"loss": 0.5})
     metadata = flaxckpt.metadata(tmp_path, step=1)
@@ -301,7 +301,7 @@ def test_metrics_of_the_manager_are_those_of_the_step(tmp_path):
     assert metadata.created is not None
 
 
-def test_a_step_is_overwritten_only_without_files_of_others(item):
+def test_overwrites_step_only_without_foreign_files(item):
     step = item.parent
     notes = item / "notes.txt"
     notes.write_text("mine")
@@ -327,7 +327,7 @@ BAD = {
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path, bad, is_async):
+def test_rejects_unsavable_state_at_call(tmp_path, bad, is_async):
     state, kind = BAD[bad]
     with make_manager(tmp_path, is_async=is_async) as manager:
         manager.save(1, args=SaveArgs({"w": jnp.ones(2)}))
@@ -343,7 +343,7 @@ def test_a_state_that_cannot_be_saved_is_refused_at_the_call(tmp_path, bad, is_a
         assert manager.all_steps() == [1, 3]
 
 
-def test_a_full_disk_fails_the_save_and_commits_nothing(tmp_path, monkeypatch):
+def test_full_disk_fails_save_and_commits_nothing(tmp_path, monkeypatch):
     real = seams.current("disk.sync_tree")
 
     def fail(root):
@@ -364,7 +364,7 @@ def test_a_full_disk_fails_the_save_and_commits_nothing(tmp_path, monkeypatch):
     assert flaxckpt.verify(tmp_path, step=3).ok
 
 
-def test_all_files_are_synced_before_the_save_returns(tmp_path, monkeypatch):
+def test_save_syncs_all_files_before_returning(tmp_path, monkeypatch):
     synced = set()
     real = os.fsync
 
@@ -379,7 +379,7 @@ def test_all_files_are_synced_before_the_save_returns(tmp_path, monkeypatch):
     assert files <= synced
 
 
-def test_a_flipped_bit_in_any_file_is_found(item):
+def test_detects_flipped_bit_in_any_file(item):
     """Not in the file that newer versions of Orbax add to an item."""
     files = [p for p in sorted(item.rglob("*")) if p.is_file()]
     files = [file for file in files if file.name != "commit_success.txt"]
@@ -396,7 +396,7 @@ def test_a_flipped_bit_in_any_file_is_found(item):
     assert flaxckpt.verify(item).ok
 
 
-def test_a_missing_file_is_found(item):
+def test_detects_missing_file(item):
     files = [p for p in sorted(item.rglob("*")) if p.is_file()]
     for file in files:
         if file.name == "commit_success.txt":
@@ -416,7 +416,7 @@ def test_a_missing_file_is_found(item):
         flaxckpt.load(item.parent)
 
 
-def test_damage_is_found_through_the_manager(item):
+def test_manager_detects_damage(item):
     flip_bit(item / "d/0.small.0")
     with make_manager(item.parents[1], named=True) as manager:
         args = ocp.args.Composite(state=RestoreArgs(ABSTRACT))
@@ -428,7 +428,7 @@ def test_damage_is_found_through_the_manager(item):
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_an_item_of_another_step_is_found(tmp_path, is_alone):
+def test_detects_item_of_other_step(tmp_path, is_alone):
     run = tmp_path / "run"
     handlers = {"state": CheckpointHandler()}
     others = {}
@@ -456,7 +456,7 @@ def test_an_item_of_another_step_is_found(tmp_path, is_alone):
         check(manager.restore(1, args=args)["state"], make_state(1))
 
 
-def test_a_mismatch_names_the_leaves(item):
+def test_mismatch_error_names_leaves(item):
     args = RestoreArgs({"params": {"other": jnp.ones(2)}})
     with (
         make_manager(item.parents[1], named=True) as manager,
@@ -465,7 +465,7 @@ def test_a_mismatch_names_the_leaves(item):
         manager.restore(1, args=ocp.args.Composite(state=args))
 
 
-def test_wrong_arguments_are_refused(tmp_path):
+def test_rejects_wrong_arguments(tmp_path):
     handler = CheckpointHandler()
     with pytest.raises(errors.OptionError, match="SaveArgs"):
         handler.save(tmp_path, {"w": jnp.ones(2)})
@@ -481,7 +481,7 @@ def test_wrong_arguments_are_refused(tmp_path):
 
 @pytest.mark.parametrize("url", ["gs://bucket/run/1/state", "s3://bucket/run/1/state"])
 @pytest.mark.parametrize("kind", [str, epath.Path])
-def test_a_save_in_an_object_store_is_refused_at_the_call(url, kind):
+def test_rejects_save_to_object_store_at_call(url, kind):
     async def save_later(directory, args):
         await CheckpointHandler().async_save(directory, args)
 
@@ -495,7 +495,7 @@ def test_a_save_in_an_object_store_is_refused_at_the_call(url, kind):
 
 
 @pytest.mark.parametrize("source", ["ours", "orbax"])
-def test_items_in_an_object_store_are_restored(tmp_path, store_path, source):
+def test_restores_items_from_object_store(tmp_path, store_path, source):
     state = make_state()
     path = store_path("moto")
     if source == "ours":
@@ -519,7 +519,7 @@ def upload(source, target):
         (directory / "commit_success.txt").write_bytes(b"")
 
 
-def test_the_manifest_names_the_item_as_its_own_root(item):
+def test_manifest_names_item_as_its_own_root(item):
     manifest = json.loads((item / "flaxckpt.json").read_text())
     assert manifest["version"] == 3
     assert manifest["items"]["state"] == ""

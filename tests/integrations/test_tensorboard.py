@@ -54,7 +54,7 @@ def tensor(tag, value, **options):
     return summary_pb2.Summary(value=[summary_pb2.Summary.Value(tag=tag, tensor=proto)])
 
 
-def test_a_metric_is_called_by_directory_and_tag(tmp_path, write):
+def test_metric_name_joins_directory_and_tag(tmp_path, write):
     write("", 1, old("loss", 4.0))
     write("eval", 1, old("loss", 3.0), scalar_pb("accuracy", 0.5))
     write("eval/long", 2, scalar_pb("/a//b", 0.25))
@@ -64,7 +64,7 @@ def test_a_metric_is_called_by_directory_and_tag(tmp_path, write):
     }
 
 
-def test_of_several_events_for_a_step_the_last_one_counts(tmp_path, write):
+def test_last_event_of_step_counts(tmp_path, write):
     write("train", 5, old("loss", 3.0), old("norm", 1.0))
     write("train", 5, old("loss", 2.0))
     assert EventFiles(tmp_path)() == {5: {"train/loss": 2.0, "train/norm": 1.0}}
@@ -72,7 +72,7 @@ def test_of_several_events_for_a_step_the_last_one_counts(tmp_path, write):
     assert EventFiles(tmp_path)() == {5: {"train/loss": 1.0, "train/norm": 1.0}}
 
 
-def test_only_single_numbers_are_metrics(tmp_path, write):
+def test_reads_only_single_numbers_as_metrics(tmp_path, write):
     write(
         "",
         1,
@@ -104,7 +104,7 @@ def test_second_call_reads_only_new_events(tmp_path, write):
     assert events() == {1: {"loss": 3.0}, 2: {"loss": 2.0, "eval/loss": 1.0}}
 
 
-def test_an_event_that_is_being_written_is_read_when_it_is_whole(tmp_path, write):
+def test_ignores_partial_event_until_complete(tmp_path, write):
     write("", 1, old("loss", 3.0))
     [file] = tmp_path.glob("*tfevents*")
     before = file.stat().st_size
@@ -121,9 +121,7 @@ def test_an_event_that_is_being_written_is_read_when_it_is_whole(tmp_path, write
 
 
 @pytest.mark.parametrize("place", [3, 9, 20, -1])
-def test_a_damaged_file_is_read_to_the_damage_and_named_once(
-    tmp_path, write, place, caplog
-):
+def test_reads_damaged_file_up_to_damage_and_warns_once(tmp_path, write, place, caplog):
     write("", 1, old("loss", 3.0))
     [file] = tmp_path.glob("*tfevents*")
     start = file.stat().st_size
@@ -139,7 +137,7 @@ def test_a_damaged_file_is_read_to_the_damage_and_named_once(
     assert f"after {start} bytes" in message
 
 
-def test_a_length_beyond_the_file_takes_no_memory(tmp_path):
+def test_length_beyond_file_allocates_no_memory(tmp_path):
     from flaxckpt.integrations import tensorboard
 
     length = struct.pack("<Q", 2**62)
@@ -148,12 +146,12 @@ def test_a_length_beyond_the_file_takes_no_memory(tmp_path):
     assert EventFiles(tmp_path)() == {}
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path, caplog):
+def test_warns_about_missing_directory(tmp_path, caplog):
     assert EventFiles(tmp_path / "logs")() == {}
     assert "logs does not exist" in caplog.text
 
 
-def test_tensorflow_is_not_imported():
+def test_does_not_import_tensorflow():
     code = "import sys, flaxckpt.integrations.tensorboard; print(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True

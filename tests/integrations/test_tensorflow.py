@@ -33,34 +33,34 @@ KINDS = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_an_iterator_resumes_exactly(tmp_path, make):
+def test_iterator_resumes_exactly(tmp_path, make):
     assert_resumes(tmp_path, make, COUNTS)
 
 
-def test_python_inside_a_pipeline_is_refused_with_the_reason():
+def test_rejects_python_in_pipeline_with_reason():
     data = tf.data.Dataset.from_generator(lambda: iter([1, 2]), output_types=tf.int32)
     with pytest.raises(errors.DatasetStateError, match="from_generator"):
         datasets.state_files(iter(data))
 
 
-def test_a_state_of_another_pipeline_is_refused():
+def test_rejects_state_of_other_pipeline():
     files = datasets.state_files(iter(tf.data.Dataset.range(3)))
     other = tf.data.Dataset.range(9).shuffle(4).as_numpy_iterator()
     with pytest.raises(errors.DatasetStateError, match="does not accept"):
         datasets.set_state(other, files, path="run/1")
 
 
-def test_a_dataset_is_no_iterator():
+def test_rejects_dataset_instead_of_iterator():
     with pytest.raises(errors.DatasetStateError, match="as_numpy_iterator"):
         datasets.state_files(pipeline())
 
 
-def test_an_iterator_of_clu_without_checkpoints_is_refused():
+def test_rejects_clu_iterator_without_checkpoints():
     batches = dataset_iterator.TfDatasetIterator(pipeline(), checkpoint=False)
     with pytest.raises(errors.DatasetStateError, match="checkpoint=True"):
         datasets.state_files(batches)
 
 
-def test_the_version_of_tensorflow_is_written_down():
+def test_state_records_tensorflow_version():
     files = datasets.state_files(iter(pipeline()))
     assert f'"version": "{tf.__version__}"'.encode() in files["metadata"]

@@ -47,13 +47,13 @@ KINDS = {
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_a_loader_resumes_exactly_in_every_epoch(tmp_path, make):
+def test_loader_resumes_exactly_in_every_epoch(tmp_path, make):
     counts = [1, 5, PER_EPOCH - 1, PER_EPOCH, PER_EPOCH + 1, 2 * PER_EPOCH - 1]
     assert_resumes(tmp_path, make, counts, epochs=2, epoch_size=PER_EPOCH)
 
 
 @pytest.mark.parametrize("dataset", [Numbers, Stream])
-def test_a_loader_with_worker_processes_resumes_exactly(tmp_path, dataset):
+def test_loader_with_worker_processes_resumes_exactly(tmp_path, dataset):
     def make():
         return loader(dataset, workers=2)
 
@@ -79,7 +79,7 @@ def sampled(sampler):
     return loader(sampler=sampler(Numbers(), generator=seeded()))
 
 
-def test_a_sampler_of_torchdatas_resumes_exactly(tmp_path, caplog):
+def test_torchdata_sampler_resumes_exactly(tmp_path, caplog):
     def make():
         return sampled(samplers.RandomSampler)
 
@@ -93,7 +93,7 @@ def test_a_sampler_of_torchdatas_resumes_exactly(tmp_path, caplog):
     [lambda: loader(shuffle=True, generator=seeded()), lambda: sampled(RandomSampler)],
     ids=["shared generator", "sampler without state"],
 )
-def test_an_order_that_is_not_in_the_state_is_warned_of_once(make, caplog):
+def test_warns_once_about_order_missing_in_state(make, caplog):
     batches = make()
     for _ in range(2):
         datasets.state_files(batches)
@@ -101,7 +101,7 @@ def test_an_order_that_is_not_in_the_state_is_warned_of_once(make, caplog):
     assert "shuffle=True and without generator=" in caplog.text
 
 
-def test_a_loader_without_shuffling_is_the_same_with_a_buffer(tmp_path):
+def test_buffered_loader_resumes_like_plain_loader(tmp_path):
     used, fresh = loader(), Buffered(loader())
     batches = iter(used)
     for _ in range(3):
@@ -111,7 +111,7 @@ def test_a_loader_without_shuffling_is_the_same_with_a_buffer(tmp_path):
     fresh.close()
 
 
-def test_the_restored_state_is_saved_again_before_the_first_batch():
+def test_returns_restored_state_before_first_batch():
     used, fresh = loader(shuffle=True), loader(shuffle=True)
     next(iter(used))
     files = datasets.state_files(used)
@@ -119,7 +119,7 @@ def test_the_restored_state_is_saved_again_before_the_first_batch():
     assert datasets.state_files(fresh) == files
 
 
-def test_another_number_of_workers_is_an_error_at_the_restore():
+def test_restore_rejects_other_number_of_workers():
     used = loader(workers=1)
     next(iter(used))
     files = datasets.state_files(used)
@@ -131,7 +131,7 @@ def test_another_number_of_workers_is_an_error_at_the_restore():
     assert len(list(fresh)) == PER_EPOCH
 
 
-def test_a_restore_into_a_loop_that_has_begun_is_warned_of(caplog):
+def test_warns_about_restore_into_started_loop(caplog):
     batches = loader()
     files = datasets.state_files(batches)
     loop = iter(batches)
@@ -164,7 +164,7 @@ def test_error_names_the_stateful_alternative(make, hint):
     "dtype",
     ["float32", "bfloat16", "uint8", "bool", "int64", "complex64", "float8_e5m2"],
 )
-def test_tensors_come_back_as_tensors(dtype, shape):
+def test_tensors_round_trip_as_tensors(dtype, shape):
     tensor = torch.ones(shape).to(getattr(torch, dtype))
     found = _json_codec.loads(_json_codec.dumps({"t": [tensor]}))["t"][0]
     assert isinstance(found, torch.Tensor)
@@ -173,7 +173,7 @@ def test_tensors_come_back_as_tensors(dtype, shape):
     assert found.tolist() == tensor.tolist()
 
 
-def test_tensors_that_are_turned_or_have_gradients_come_back():
+def test_transposed_tensors_with_gradients_round_trip():
     tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3).T
     found = _json_codec.loads(_json_codec.dumps(tensor))
     assert torch.equal(found, tensor.detach())

@@ -36,12 +36,12 @@ CONFIG = {
         ("absent|head_dim|12", 12),
     ],
 )
-def test_sizes_follow_from_keys(rule, size):
+def test_derives_sizes_from_keys(rule, size):
     assert model_config.find_size(CONFIG, rule) == size
 
 
 @given(st.integers(1, 500), st.integers(1, 20))
-def test_blocks_and_the_rest_are_all_layers(layers, block):
+def test_blocks_and_remainder_cover_all_layers(layers, block):
     config = {"layers": layers}
     sizes = [
         model_config.find_size(config, f"layers{rule}")
@@ -61,7 +61,7 @@ def test_blocks_and_the_rest_are_all_layers(layers, block):
         ({"layers": "3"}, "layers//2", "must be a positive integer, got '3'"),
     ],
 )
-def test_wrong_sizes_are_refused(config, rule, message):
+def test_rejects_wrong_sizes(config, rule, message):
     with pytest.raises(errors.OptionError, match=message):
         model_config.find_size(config, rule)
 
@@ -88,5 +88,5 @@ def test_wrong_sizes_are_refused(config, rule, message):
         ("not tied and heads==layers", False),
     ],
 )
-def test_conditions(condition, is_true):
+def test_evaluates_conditions(condition, is_true):
     assert model_config.holds(CONFIG, condition) == is_true

@@ -67,14 +67,14 @@ STATES = {"dict": lambda params: params, "NNX": nnx_of}
 
 @pytest.mark.parametrize("key", WRONG)
 @pytest.mark.parametrize("target", TARGETS)
-def test_wrong_sizes_are_refused_without_a_state(model, key, target):
+def test_rejects_wrong_sizes_without_state(model, key, target):
     config = hf.LLAMA | {key: WRONG[key]}
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(model, transforms=maps.llama(config, target=target))
     check(caught, "model/")
 
 
-def test_the_error_names_tensors_and_both_sizes(model):
+def test_error_names_tensors_and_both_sizes(model):
     changes = maps.llama(hf.LLAMA | {"intermediate_size": 24}, target="linen")
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(model, transforms=changes)
@@ -92,9 +92,7 @@ def test_the_error_names_tensors_and_both_sizes(model):
 @pytest.mark.parametrize(
     ("kind", "target"), [("NNX", "tunix"), *(("dict", target) for target in TARGETS)]
 )
-def test_no_config_is_exported_that_contradicts_the_arrays(
-    tmp_path, model, key, target, kind
-):
+def test_export_rejects_config_contradicting_arrays(tmp_path, model, key, target, kind):
     params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
     flaxckpt.save(tmp_path / "x", {"params": STATES[kind](params)})
     config = hf.LLAMA | {key: WRONG[key]}
@@ -104,9 +102,7 @@ def test_no_config_is_exported_that_contradicts_the_arrays(
     assert not (tmp_path / "out").exists()
 
 
-def test_equal_products_of_heads_are_distinguished_where_arrays_show_them(
-    tmp_path, model
-):
+def test_export_distinguishes_equal_products_of_heads(tmp_path, model):
     config = hf.LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 2}
     changes = maps.llama(model, target="linen", prefix="params")
     flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
@@ -115,7 +111,7 @@ def test_equal_products_of_heads_are_distinguished_where_arrays_show_them(
     check(caught, "k_proj", "wanted", "16", "found (8, 24)")
 
 
-def test_a_list_as_the_map_is_compared_too(tmp_path, model):
+def test_export_compares_list_of_transforms_with_config(tmp_path, model):
     changes = maps.llama(model, target="linen")
     flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
     with pytest.raises(errors.OptionError, match=r"wanted .*hidden_size 48"):
@@ -147,7 +143,7 @@ def save_grown(directory, model, target, rows, *, head_rows=None):
 
 
 @pytest.mark.parametrize("target", ["linen", "tunix"])
-def test_a_grown_vocabulary_is_in_the_exported_config(tmp_path, model, target, caplog):
+def test_exported_config_has_grown_vocabulary(tmp_path, model, target, caplog):
     save_grown(tmp_path / "x", model, target, 40)
     with caplog.at_level(logging.WARNING):
         flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
@@ -159,14 +155,14 @@ def test_a_grown_vocabulary_is_in_the_exported_config(tmp_path, model, target, c
     ].shape == (40, 24)
 
 
-def test_embedding_and_head_must_grow_alike(tmp_path, model):
+def test_export_rejects_embedding_and_head_of_different_sizes(tmp_path, model):
     save_grown(tmp_path / "x", model, "linen", 40, head_rows=39)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
     check(caught, "lm_head/weight: wanted (vocab_size 31", "found (39, 24)")
 
 
-def test_a_vocabulary_that_maxtext_pads_is_refused_with_advice(tmp_path, model):
+def test_export_rejects_maxtext_padded_vocabulary_with_advice(tmp_path, model):
     save_grown(tmp_path / "x", model, "maxtext", 128)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", config=model)
@@ -187,7 +183,7 @@ def test_a_vocabulary_that_maxtext_pads_is_refused_with_advice(tmp_path, model):
 
 
 @pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"]])
-def test_the_key_of_the_dtype_stays(tmp_path, model, keys):
+def test_export_keeps_dtype_key(tmp_path, model, keys):
     config = {k: v for k, v in hf.LLAMA.items() if k != "torch_dtype"}
     changes = maps.llama(model, target="linen")
     flaxckpt.save(tmp_path / "x", flaxckpt.load(model, transforms=changes))
@@ -207,7 +203,7 @@ def test_the_key_of_the_dtype_stays(tmp_path, model, keys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_head_of_a_tied_model_names_the_key(tmp_path, model, target):
+def test_error_for_head_of_tied_model_names_key(tmp_path, model, target):
     """In the checkpoint, and on the way back."""
     tied = hf.LLAMA | {"tie_word_embeddings": True}
     with pytest.raises(errors.OptionError) as caught:
@@ -224,7 +220,7 @@ def test_a_head_of_a_tied_model_names_the_key(tmp_path, model, target):
 # ---- finding ------------------------------------------------------------------------
 
 
-def test_a_config_without_model_type_has_the_family_that_is_asked_for(tmp_path, model):
+def test_config_without_model_type_uses_requested_family(tmp_path, model):
     config = {k: v for k, v in hf.LLAMA.items() if k != "model_type"}
     (model / "config.json").write_text(json.dumps(config))
     params = flaxckpt.load(model, transforms=maps.llama(hf.LLAMA, target="tunix"))
@@ -243,7 +239,7 @@ def test_a_config_without_model_type_has_the_family_that_is_asked_for(tmp_path, 
     jax.tree.map(np.testing.assert_array_equal, converted, params)
 
 
-def test_a_base_model_alone_names_the_option(tmp_path, model):
+def test_error_for_base_model_names_option(tmp_path, model):
     alone = hf.write_llama(tmp_path / "alone", base_alone=True)
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(alone, transforms=maps.llama(alone, target="linen"))
@@ -262,7 +258,7 @@ def test_a_base_model_alone_names_the_option(tmp_path, model):
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_state_of_other_sizes_is_refused_with_shapes(model, kind):
+def test_rejects_state_of_other_sizes_with_shapes(model, kind):
     params = flaxckpt.load(model, transforms=maps.llama(model, target="tunix"))
     wrong = jax.tree.map(lambda x: np.zeros([*x.shape[:-1], x.shape[-1] + 1]), params)
     with pytest.raises(errors.OptionError) as caught:
@@ -270,7 +266,7 @@ def test_a_state_of_other_sizes_is_refused_with_shapes(model, kind):
     check(caught, "embedder/input_embedding (31, 25), found (31, 24)")
 
 
-def test_a_checkpoint_that_contradicts_its_config_is_refused_with_tensors(model):
+def test_rejects_checkpoint_contradicting_its_config(model):
     params = flaxckpt.load(model, transforms=maps.llama(model, target="tunix"))
     wrong = hf.LLAMA | {"intermediate_size": 24}
     (model / "config.json").write_text(json.dumps(wrong))
@@ -279,7 +275,7 @@ def test_a_checkpoint_that_contradicts_its_config_is_refused_with_tensors(model)
     check(caught, "intermediate_size 24), found (24, 20)")
 
 
-def test_a_checkpoint_in_the_place_of_a_config_is_named(model):
+def test_error_names_checkpoint_given_as_config(model):
     with pytest.raises(errors.OptionError) as caught:
         maps.llama(model / "model.safetensors", target="linen")
     check(caught, "is a checkpoint, not a configuration", "pass the path of its config")
@@ -321,7 +317,7 @@ def gemma(begin="model.", *, norms=()):
     }
 
 
-def test_an_odd_number_of_layers_hides_no_other_layout(tmp_path):
+def test_odd_layer_count_does_not_hide_other_layouts(tmp_path):
     source = write(tmp_path / "gemma", gemma(), GEMMA)
     changes = maps.gemma2(source, target="tunix", prefix="params")
     state = flaxckpt.load(source, transforms=changes)
@@ -338,7 +334,7 @@ def test_an_odd_number_of_layers_hides_no_other_layout(tmp_path):
 
 
 @pytest.mark.parametrize("begin", ["language_model.model.", "model.language_model."])
-def test_the_language_model_of_gemma_3_is_found(tmp_path, begin):
+def test_finds_gemma_3_language_model(tmp_path, begin):
     text = {k: v for k, v in GEMMA.items() if k != "vocab_size"}
     text["model_type"] = "gemma3_text"
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {}}
@@ -365,7 +361,7 @@ def test_the_language_model_of_gemma_3_is_found(tmp_path, begin):
 @pytest.mark.parametrize(
     "changed", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}]
 )
-def test_dense_layers_among_experts_are_refused(changed):
+def test_rejects_dense_layers_among_experts(changed):
     config = GEMMA | {"model_type": "qwen3_moe", "num_experts": 4}
     assert maps.qwen3_moe(config | {"mlp_only_layers": []}, target="tunix")
     for target in maps.qwen3_moe.targets:
@@ -378,7 +374,7 @@ def test_dense_layers_among_experts_are_refused(changed):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_biases_need_a_layout_with_biases(tmp_path, model, target):
+def test_biases_require_layout_with_biases(tmp_path, model, target):
     """Their tensors may be missing, so that no other check sees them."""
     biased = hf.LLAMA | {"attention_bias": True}
     params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
@@ -392,7 +388,7 @@ def test_biases_need_a_layout_with_biases(tmp_path, model, target):
     assert not (tmp_path / "out").exists()
 
 
-def test_biases_that_a_config_denies_are_named_with_the_key(tmp_path):
+def test_error_names_config_key_of_unexpected_biases(tmp_path):
     source = hf.write_llama(tmp_path / "published")
     tensors = safetensors.load_file(source / "model.safetensors")
     for i in range(3):
@@ -423,7 +419,7 @@ def test_biases_that_a_config_denies_are_named_with_the_key(tmp_path):
         ),
     ],
 )
-def test_tensors_without_rows_are_refused_by_the_config(family, changed):
+def test_rejects_config_options_without_rows(family, changed):
     family = getattr(maps, family)
     sizes = {"num_hidden_layers": 2, "num_experts": 2}
     for target in family.targets:
@@ -447,7 +443,7 @@ def quantize(model, entry):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_quantized_model_is_refused(tmp_path, model, target):
+def test_rejects_quantized_model(tmp_path, model, target):
     params = flaxckpt.load(model, transforms=maps.llama(model, target=target))
     quantize(model, FP8)
     for find in (
@@ -465,7 +461,7 @@ def test_a_quantized_model_is_refused(tmp_path, model, target):
     assert maps.find(model, params)
 
 
-def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
+def test_rejects_language_model_of_quantized_model(tmp_path):
     text = {**GEMMA, "model_type": "gemma3_text"}
     config = {"model_type": "gemma3", "text_config": text, "quantization_config": {}}
     tensors = gemma("language_model.model.", norms=("q_norm", "k_norm"))
@@ -475,7 +471,7 @@ def test_the_language_model_of_a_quantized_model_is_refused(tmp_path):
     assert "the config has a quantization_config" in " ".join(told.split())
 
 
-def test_all_leaves_of_a_quantized_model_are_ambiguous_for_suggest(model):
+def test_suggest_treats_all_quantized_leaves_as_ambiguous(model):
     params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
     assert flaxckpt.suggest(model, params).transforms
     quantize(model, FP8)
@@ -493,7 +489,7 @@ def test_all_leaves_of_a_quantized_model_are_ambiguous_for_suggest(model):
 # ---- files beside each other --------------------------------------------------------
 
 
-def test_a_consolidated_copy_is_left_aside(model):
+def test_ignores_consolidated_copy(model):
     other = {"layers.0.attention.wq.weight": np.ones((2, 2), np.float32)}
     safetensors.save_file(other, model / "consolidated.safetensors")
     assert "model.safetensors" in str(formats.detect(model))
@@ -507,7 +503,7 @@ def test_a_consolidated_copy_is_left_aside(model):
         flaxckpt.load(model)
 
 
-def test_a_model_of_pickles_alone_is_refused_with_advice(model):
+def test_rejects_pickle_only_model_with_advice(model):
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"PK\x03\x04archive/data.pkl")
     with pytest.raises(errors.CheckpointFormatError) as caught:

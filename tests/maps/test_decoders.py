@@ -53,7 +53,7 @@ def gemma(layers, width=6, vocabulary=11):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 5, 6, 7, 12, 14])
-def test_gemma_3_is_scanned_in_blocks_of_six(tmp_path, layers):
+def test_gemma_3_scans_layers_in_blocks_of_six(tmp_path, layers):
     state = gemma(layers)
     flaxckpt.save(tmp_path / "published", state)
     config = {**SIZES, "num_hidden_layers": layers}
@@ -82,13 +82,13 @@ def state_layers(state):
     return [layers[str(i)] for i in range(len(layers))]
 
 
-def test_gemma_2_has_pairs_of_layers():
+def test_gemma_2_rejects_odd_layer_count():
     config = {**SIZES, "num_hidden_layers": 3}
     with pytest.raises(errors.OptionError, match="3 of the config is not divisible"):
         maps.gemma2(config, target="maxtext")
 
 
-def test_vocabularies_are_padded_by_grow(tmp_path):
+def test_grow_pads_vocabularies(tmp_path):
     flaxckpt.save(tmp_path / "published", gemma(2))
     config = {**SIZES, "num_hidden_layers": 2}
     changes = [
@@ -103,7 +103,7 @@ def test_vocabularies_are_padded_by_grow(tmp_path):
 
 
 @pytest.mark.parametrize("rope_type", [None, "llama3"])
-def test_llama_3_1_has_interleaved_queries_in_maxtext(rope_type):
+def test_maxtext_interleaves_llama_3_1_keys(rope_type):
     scaling = rope_type and {"rope_type": rope_type}
     config = {**SIZES, "num_hidden_layers": 2, "rope_scaling": scaling}
     [checked, _] = maps.llama(config, target="maxtext")

@@ -65,7 +65,7 @@ def rewrite(directory, tensors):
 
 
 @pytest.mark.parametrize("case", OF_BONSAI, ids=lambda case: case.id)
-def test_expected_leaves_are_those_of_the_program(case):
+def test_expected_leaves_match_program(case):
     """The expected leaves of the suite have the shapes of Bonsai's own module."""
     leaves = case.expected(case.published())
     shapes = {path: list(leaf.shape) for path, leaf in leaves.items()}
@@ -76,7 +76,7 @@ def test_expected_leaves_are_those_of_the_program(case):
     assert len(added) == {"vit": 0, "whisper": 3 + 2 * 2}[case.family]
 
 
-def test_biases_of_keys_stay_and_are_not_published(tmp_path):
+def test_keeps_key_biases_but_does_not_publish_them(tmp_path):
     case = case_of("whisper-bonsai")
     model, tensors = publish(tmp_path, case)
     rng = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_biases_of_keys_stay_and_are_not_published(tmp_path):
 
 
 @pytest.mark.parametrize("id", ["bert-linen-masked-lm", "roberta-linen-base"])
-def test_old_names_of_norms_are_read(tmp_path, id):
+def test_reads_old_names_of_norms(tmp_path, id):
     case = case_of(id)
     model, tensors = publish(tmp_path, case)
     state = case.state(model.config)
@@ -134,7 +134,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("id", BUFFERS)
-def test_buffers_are_ignored(tmp_path, id):
+def test_ignores_buffers(tmp_path, id):
     case = case_of(id)
     model, tensors = publish(tmp_path, case)
     extra = {name: np.zeros((2, 3), np.float32) for name in BUFFERS[id]}
@@ -197,7 +197,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("id", HEADS)
-def test_a_model_without_its_head_is_refused_both_ways(tmp_path, id):
+def test_rejects_model_without_head_both_ways(tmp_path, id):
     case = case_of(id)
     _, tensors = publish(tmp_path / "model", case)
     changes = getattr(maps, case.family)(
@@ -233,7 +233,7 @@ def test_a_model_without_its_head_is_refused_both_ways(tmp_path, id):
         ("vit-linen-base", "pooler"),
     ],
 )
-def test_a_part_of_a_head_is_refused_both_ways(tmp_path, id, head):
+def test_rejects_incomplete_head_both_ways(tmp_path, id, head):
     """Also if a config without architectures does not say that there is a head."""
     case = case_of(id)
     model = tmp_path / "model"
@@ -261,7 +261,7 @@ def test_a_part_of_a_head_is_refused_both_ways(tmp_path, id, head):
 @pytest.mark.parametrize(
     "leaf", ["logit_scale", "text_projection/kernel", "visual_projection/kernel"]
 )
-def test_both_models_of_clip_have_projections(tmp_path, leaf):
+def test_clip_export_requires_projections(tmp_path, leaf):
     """Also if the config has no architectures: its model_type says so."""
     publish(tmp_path / "model", case_of("clip-linen"))
     config = json.loads((tmp_path / "model/config.json").read_text())
@@ -274,7 +274,7 @@ def test_both_models_of_clip_have_projections(tmp_path, leaf):
         flaxckpt.export_huggingface(tmp_path / "own", tmp_path / "out", config=config)
 
 
-def test_the_architectures_of_the_config_say_whether_there_is_a_head(tmp_path):
+def test_config_architectures_decide_about_head(tmp_path):
     case = case_of("t5-linen-gated-untied")
     _, tensors = publish(tmp_path, case)
     whole = flaxckpt.load(tmp_path, transforms=maps.t5(tmp_path, target="linen"))
@@ -290,7 +290,7 @@ def test_the_architectures_of_the_config_say_whether_there_is_a_head(tmp_path):
     assert all((found[name] == x).all() for name, x in tensors.items())
 
 
-def test_a_base_model_fills_a_model_with_a_new_head(tmp_path):
+def test_base_model_fills_model_with_new_head(tmp_path):
     model, _ = publish(tmp_path, case_of("bert-linen-base"))
     head = case_of("bert-linen-classifier")
     state = {"params": jax.tree.map(lambda x: x + 2, head.state(model.config))}
@@ -302,7 +302,7 @@ def test_a_base_model_fills_a_model_with_a_new_head(tmp_path):
     assert not any((leaf == 2).all() for leaf in params.values())
 
 
-def test_a_model_with_a_head_fills_a_base_model(tmp_path):
+def test_model_with_head_fills_base_model(tmp_path):
     model, tensors = publish(tmp_path, case_of("roberta-linen-classifier"))
     base = case_of("roberta-linen-tokens").state(model.config)["roberta"]
     changes = maps.find(tmp_path, base)

@@ -53,7 +53,7 @@ TUNIX = {
         ("gemma3-tunix-same-heads", True),  # queries, too
     ],
 )
-def test_peft_gives_the_logits_of_tunix(tmp_path, id, is_lora_only):
+def test_peft_logits_match_tunix(tmp_path, id, is_lora_only):
     qwix = pytest.importorskip("qwix", reason="needs qwix")
     case = TUNIX[id]
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def linen_adapters(name_a, name_b, ranks=(3, 3, 3)):
     }
 
 
-def test_rows_of_ones_own_give_the_logits_of_the_merged_model(tmp_path):
+def test_custom_rows_match_logits_of_merged_model(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     own = [
@@ -202,7 +202,7 @@ def test_rows_of_ones_own_give_the_logits_of_the_merged_model(tmp_path):
     assert np.abs(logits_of(opened) - logits_of(llama())).max() > 1e-3
 
 
-def test_adapters_of_nnx_have_the_factor_1(tmp_path):
+def test_nnx_adapters_have_factor_1(tmp_path):
     state = linen_adapters("lora_a", "lora_b", ranks=(3, 2, 3))
     flaxckpt.save(tmp_path / "run", {"params": state})
     model = llama()

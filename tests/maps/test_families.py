@@ -132,7 +132,7 @@ def assert_equal(wanted, found, *, is_exact=True):
 
 
 @over(CASES)
-def test_the_filled_model_gives_the_outputs_of_the_published_one(case, save):
+def test_filled_model_matches_published_outputs(case, save):
     saved = save(case)
     changes = map_of(case, saved.directory)
     state = state_of(case, saved)
@@ -149,7 +149,7 @@ def test_the_filled_model_gives_the_outputs_of_the_published_one(case, save):
 
 
 @over([case for case in CASES if case.target == "maxtext-scanned"])
-def test_scanned_layers_are_the_others_stacked(case, save):
+def test_scanned_layers_are_stacked_single_layers(case, save):
     saved = save(case)
     scanned, single = (
         flatten(flaxckpt.load(saved.directory, transforms=map_of(other, saved.config)))
@@ -173,7 +173,7 @@ def test_scanned_layers_are_the_others_stacked(case, save):
 
 
 @over(CASES)
-def test_the_map_back_restores_the_published_tensors(case, save, tmp_path):
+def test_inverse_map_restores_published_tensors(case, save, tmp_path):
     saved = save(case)
     changes = map_of(case, saved.directory)
     filled = flaxckpt.load(saved.directory, state_of(case, saved), transforms=changes)
@@ -183,7 +183,7 @@ def test_the_map_back_restores_the_published_tensors(case, save, tmp_path):
 
 
 @over(CASES)
-def test_the_map_is_found_by_config_names_and_shapes(case, save):
+def test_finds_map_by_config_names_and_shapes(case, save):
     saved = save(case)
     assert maps.detect(saved.directory).family.name == case.family
     found = maps.find(saved.directory, state_of(case, saved))
@@ -234,7 +234,7 @@ def plan(case, saved, tensors, tmp_path, **changed):
 
 
 @over(first_of("family"))
-def test_a_config_of_another_family_is_refused(case, save, tmp_path):
+def test_rejects_config_of_other_family(case, save, tmp_path):
     saved = save(case)
     with pytest.raises(errors.OptionError, match="the config is of a 'parrot'") as e:
         plan(case, saved, saved.tensors, tmp_path, model_type="parrot")
@@ -242,7 +242,7 @@ def test_a_config_of_another_family_is_refused(case, save, tmp_path):
 
 
 @over(first_of("family"))
-def test_a_missing_tensor_is_named_with_the_nearest(case, save, tmp_path):
+def test_error_names_missing_tensor_and_nearest(case, save, tmp_path):
     saved = save(case)
     tensors = dict(saved.tensors)
     missing = next(path for path in tensors if "/1/" in path)
@@ -254,7 +254,7 @@ def test_a_missing_tensor_is_named_with_the_nearest(case, save, tmp_path):
 
 
 @over(first_of("family"))
-def test_an_extra_tensor_is_named_with_the_nearest_row(case, save, tmp_path):
+def test_error_names_extra_tensor(case, save, tmp_path):
     saved = save(case)
     extra = f"{next(path for path in saved.tensors if '/1/' in path)}s"
     tensors = {**saved.tensors, extra: np.zeros(3, np.float32)}
@@ -270,7 +270,7 @@ def has_heads(case):
 
 
 @over(list(filter(has_heads, first_of("family", "target"))))
-def test_wrong_head_counts_are_refused(case, save, tmp_path):
+def test_rejects_wrong_head_counts(case, save, tmp_path):
     saved = save(case)
     heads = getattr(maps, case.family).sizes["h"]
     changed = {heads.split("|")[0]: saved.config[heads.split("|")[0]] + 5}
@@ -279,7 +279,7 @@ def test_wrong_head_counts_are_refused(case, save, tmp_path):
 
 
 @over(first_of("family"))
-def test_each_size_of_the_config_is_compared_with_the_tensors(case, save):
+def test_compares_each_config_size_with_tensors(case, save):
     saved = save(case)
     rules = {
         axis

@@ -108,7 +108,7 @@ def flatten(tree):
     [(name, True) for name in ARCHITECTURES]
     + [(name, False) for name in ("llama", "qwen2", "qwen3", "gemma3")],
 )
-def test_the_published_tensors_come_back(tmp_path, architecture, is_tied):
+def test_restores_published_tensors(tmp_path, architecture, is_tied):
     tensors = published(architecture, is_tied=is_tied)
     write(tmp_path / "model.gguf", architecture, tensors)
     detected = maps.detect(tmp_path / "model.gguf")
@@ -123,7 +123,7 @@ def test_the_published_tensors_come_back(tmp_path, architecture, is_tied):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext", "maxtext-scanned"])
-def test_a_state_is_filled_as_from_the_published_model(tmp_path, target):
+def test_fills_state_like_published_model(tmp_path, target):
     tensors = published("llama", is_tied=False)
     write(tmp_path / "model.gguf", "llama", tensors)
     np.savez(
@@ -142,7 +142,7 @@ def test_a_state_is_filled_as_from_the_published_model(tmp_path, target):
     jax.tree.map(np.testing.assert_array_equal, wanted, found["params"])
 
 
-def test_rope_factors_are_left_out_and_tell_llama_3(tmp_path):
+def test_omits_rope_factors_and_recognizes_llama_3(tmp_path):
     factors = [("rope_freqs.weight", np.ones(2, np.float32))]
     tensors = published("llama", is_tied=True)
     write(tmp_path / "model.gguf", "llama", tensors, more=factors)
@@ -152,7 +152,7 @@ def test_rope_factors_are_left_out_and_tell_llama_3(tmp_path):
     assert flatten(found).keys() == tensors.keys()
 
 
-def test_unknown_architectures_and_tensors_are_named(tmp_path):
+def test_error_names_unknown_architectures_and_tensors(tmp_path):
     tensors = published("llama", is_tied=True)
     more = [("blk.0.attn_sinks.weight", np.ones(2, np.float32))]
     write(tmp_path / "model.gguf", "llama", tensors, more=more)
@@ -182,7 +182,7 @@ def test_two_equal_containers_are_ambiguous(tmp_path):
         maps.find(tmp_path / "model.gguf", {"params": params, "ema": params})
 
 
-def test_a_state_that_has_few_leaves_of_a_layout_is_refused(tmp_path):
+def test_rejects_state_with_few_leaves_of_layout(tmp_path):
     write(tmp_path / "model.gguf", "llama", published("llama", is_tied=True))
     state = {
         "embedder": {"input_embedding": np.zeros((VOCABULARY, WIDTH), np.float32)},
@@ -211,7 +211,7 @@ def write_npz(path, tensors):
         if target in getattr(maps, name).targets
     ],
 )
-def test_suggest_finds_the_values_that_were_published(tmp_path, architecture, target):
+def test_suggest_finds_published_values(tmp_path, architecture, target):
     tensors = published(architecture, is_tied=True)
     write(tmp_path / "model.gguf", architecture, tensors)
     plain = write_npz(tmp_path / "model.npz", tensors)
@@ -228,7 +228,7 @@ def test_suggest_finds_the_values_that_were_published(tmp_path, architecture, ta
         jax.tree.map(np.testing.assert_array_equal, wanted, found)
 
 
-def test_suggest_takes_the_transforms_of_detect_once(tmp_path):
+def test_suggest_applies_transforms_of_detect_once(tmp_path):
     tensors = published("llama", is_tied=False)
     write(tmp_path / "model.gguf", "llama", tensors)
     detected = maps.detect(tmp_path / "model.gguf")
@@ -245,7 +245,7 @@ def test_suggest_takes_the_transforms_of_detect_once(tmp_path):
         np.testing.assert_array_equal(found["w"], wanted["w"])
 
 
-def test_suggest_leaves_the_names_of_llama_cpp_as_they_are(tmp_path):
+def test_suggest_keeps_names_of_llama_cpp(tmp_path):
     tensors = published("llama", is_tied=True)
     write(tmp_path / "model.gguf", "llama", tensors)
     wanted = {"params": flaxckpt.load(tmp_path / "model.gguf")}

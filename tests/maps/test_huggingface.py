@@ -90,9 +90,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
-def test_a_training_state_goes_back_to_transformers(
-    tmp_path, published, max_shard_bytes
-):
+def test_training_state_exports_to_transformers(tmp_path, published, max_shard_bytes):
     model, source, names = published
     params = flaxckpt.load(source, transforms=names)["params"]
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adamw(1e-3))
@@ -143,7 +141,7 @@ def test_changed_parameters_change_the_exported_model(tmp_path, published):
     ],
     indirect=["published"],
 )
-def test_a_run_by_name_goes_back_by_name(tmp_path, published, target):
+def test_run_loaded_by_name_exports_by_name(tmp_path, published, target):
     model, source, _ = published
     changes = maps.detect(source).family(source, target=target)
     params = flaxckpt.load(source, transforms=changes)
@@ -168,7 +166,7 @@ def test_a_run_by_name_goes_back_by_name(tmp_path, published, target):
 
 
 @pytest.mark.parametrize("published", ["gpt2"], indirect=True)
-def test_a_dtype_is_that_of_the_opened_model(tmp_path, published):
+def test_opened_model_has_exported_dtype(tmp_path, published):
     model, source, names = published
     flaxckpt.export_huggingface(
         convert(source, tmp_path / "x", names),
@@ -190,7 +188,7 @@ def convert(source, target, names):
 
 
 @pytest.mark.parametrize("published", ["gpt2"], indirect=True)
-def test_the_cache_of_the_hub_is_laid_out_as_in_these_tests(tmp_path, published):
+def test_hub_cache_layout_matches_huggingface_hub(tmp_path, published):
     model, source, names = published
     files = {path.name: path for path in source.iterdir()}
     cached = hub_cache.write_model(tmp_path / "hub", files)

@@ -73,7 +73,7 @@ def publish(directory, name, target):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "target"), PAIRS)
-def test_each_tensor_has_one_place_and_comes_back(tmp_path, name, target):
+def test_each_tensor_has_one_place_and_round_trips(tmp_path, name, target):
     tensors = publish(tmp_path, name, target)
     changes = getattr(maps, name)(CONFIGS[name], target=target, prefix="params")
     mapped = flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
@@ -87,7 +87,7 @@ def test_each_tensor_has_one_place_and_comes_back(tmp_path, name, target):
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_old_names_of_norms_are_read(tmp_path, name):
+def test_reads_old_names_of_norms(tmp_path, name):
     tensors = publish(tmp_path, name, "linen")
     changes = getattr(maps, name)(CONFIGS[name], target="linen")
     wanted = flatten(flaxckpt.load(tmp_path / "model.safetensors", transforms=changes))
@@ -107,7 +107,7 @@ def test_old_names_of_norms_are_read(tmp_path, name):
     assert sorted(flatten(back)) == sorted(path.replace(".", "/") for path in tensors)
 
 
-def test_leaves_that_do_not_change_outputs_are_not_published(tmp_path):
+def test_does_not_publish_leaves_without_effect_on_outputs(tmp_path):
     publish(tmp_path, "whisper", "bonsai")
     changes = maps.whisper(CONFIGS["whisper"], target="bonsai", prefix="model")
     mapped = flaxckpt.load(tmp_path / "model.safetensors", transforms=changes)
@@ -124,7 +124,7 @@ def test_leaves_that_do_not_change_outputs_are_not_published(tmp_path):
         flaxckpt.load(tmp_path / "other", transforms=inverse(changes))
 
 
-def test_a_part_of_a_model_has_fewer_rows(tmp_path):
+def test_partial_model_has_fewer_rows(tmp_path):
     """Decoders are wanted only where a configuration has them."""
     publish(tmp_path, "t5", "linen")
     tensors = flatten(flaxckpt.load(tmp_path / "model.safetensors"))
@@ -149,7 +149,7 @@ def test_a_part_of_a_model_has_fewer_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "target"), PAIRS)
-def test_a_head_that_a_family_lacks_is_not_left_out(tmp_path, name, target):
+def test_rejects_head_missing_in_family(tmp_path, name, target):
     publish(tmp_path, name, target)
     config = {"model_type": getattr(maps, name).model_types[0], **CONFIGS[name]}
     changes = getattr(maps, name)(config, target=target, prefix="params")

@@ -79,7 +79,7 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers")
 @pytest.mark.parametrize("case", CASES)
-def test_adapters_are_merged_as_peft_merges_them(tmp_path, case):
+def test_merges_adapters_like_peft(tmp_path, case):
     make, settings = CASES[case]
     model = make()
     model.save_pretrained(tmp_path / "base")

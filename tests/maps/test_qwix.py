@@ -29,7 +29,7 @@ class Attention(nnx.Module):
 
 
 @pytest.mark.parametrize("rank", [3, 5])
-def test_adapters_are_merged_with_equal_outputs(tmp_path, rank):
+def test_merged_adapters_give_equal_outputs(tmp_path, rank):
     x = jax.random.normal(jax.random.key(1), (2, 4, 12))
     plain = Attention(nnx.Rngs(0))
     provider = qwix.LoraProvider(module_path=".*", rank=rank, alpha=7.0)

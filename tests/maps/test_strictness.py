@@ -78,7 +78,7 @@ def assert_equal(wanted, found):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", maps.llama.targets)
-def test_a_head_that_equals_the_tied_embedding_is_left_out(tmp_path, target):
+def test_omits_head_equal_to_tied_embedding(tmp_path, target):
     tensors = published()
     twice = write(tmp_path / "twice", {**tensors, HEAD: tensors[EMBEDDING]})
     changes = maps.llama(twice, target=target)
@@ -91,7 +91,7 @@ def test_a_head_that_equals_the_tied_embedding_is_left_out(tmp_path, target):
 
 
 @pytest.mark.parametrize("target", maps.llama.targets)
-def test_a_head_that_differs_from_the_tied_embedding_is_refused(tmp_path, target):
+def test_rejects_head_different_from_tied_embedding(tmp_path, target):
     tensors = published()
     head = tensors[EMBEDDING].copy()
     head[3, 4] += 1e-6
@@ -112,7 +112,7 @@ def test_a_head_that_differs_from_the_tied_embedding_is_refused(tmp_path, target
 
 
 @pytest.mark.parametrize("other", [np.zeros((12, 6), "f4"), np.zeros((11, 6), "f2")])
-def test_a_head_of_another_form_is_refused_in_the_plan(tmp_path, other):
+def test_plan_rejects_head_of_other_shape_or_dtype(tmp_path, other):
     source = write(tmp_path / "source", {**published(), HEAD: other})
     changes = maps.llama(source, target="tunix")
     with pytest.raises(errors.OptionError, match="tie_word_embeddings: False"):
@@ -125,14 +125,14 @@ COPIES = [(name, *pair) for name in maps.__all__ for pair in getattr(
 
 
 @pytest.mark.parametrize(("family", "copy", "kept"), COPIES)
-def test_all_copies_are_tensors_with_a_row(family, copy, kept):
+def test_kept_tensors_of_all_copies_have_rows(family, copy, kept):
     """The copy itself may have a row in untied models; the kept one always has."""
     patterns = getattr(maps, family).source_patterns
     assert any(p.fullmatch(kept.replace(".", "/")) for p in patterns)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "t5", "whisper"])
-def test_copies_of_encoders_are_compared(family):
+def test_encoder_maps_compare_copies(family):
     [copies] = [
         change
         for change in getattr(maps, family)(CONFIGS[family], target="linen")
@@ -152,7 +152,7 @@ CONFIGS = {
 }
 
 
-def test_a_head_that_peft_has_trained_is_refused_for_tied_models(tmp_path):
+def test_rejects_peft_trained_head_for_tied_models(tmp_path):
     """`modules_to_save=["lm_head"]` saves the head whole."""
     tensors = published()
     source = write(tmp_path / "source", tensors)
@@ -182,7 +182,7 @@ def test_a_head_that_peft_has_trained_is_refused_for_tied_models(tmp_path):
 @pytest.mark.parametrize(
     "extra", ["reward/weight", "v_head", "model/layers/0/x/weight"]
 )
-def test_leaves_that_no_row_has_are_refused_wherever_they_are(tmp_path, target, extra):
+def test_rejects_leaves_without_row_anywhere(tmp_path, target, extra):
     tensors = {**published(), extra: np.ones((2, 6), "f4")}
     source = write(tmp_path / "source", tensors)
     changes = maps.llama(source, target=target)
@@ -224,7 +224,7 @@ def save_with_heads(tmp_path, heads):
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("there", HEADS)
 @pytest.mark.parametrize("asked", HEADS)
-def test_an_export_has_the_head_of_its_architecture(tmp_path, asked, there, is_tied):
+def test_export_has_head_of_its_architecture(tmp_path, asked, there, is_tied):
     state = save_with_heads(tmp_path, HEADS[there][0])
     config = {
         **CONFIG,
@@ -244,9 +244,7 @@ def test_an_export_has_the_head_of_its_architecture(tmp_path, asked, there, is_t
 
 @pytest.mark.parametrize("target", maps.llama.targets)
 @pytest.mark.parametrize("head", ["QuestionAnswering", "MultipleChoice", "FooBar"])
-def test_an_architecture_with_a_head_without_rows_is_refused_by_name(
-    tmp_path, target, head
-):
+def test_error_names_architecture_head_without_rows(tmp_path, target, head):
     tensors = {**published(), HEAD: published()[EMBEDDING]}
     source = write(tmp_path / "source", tensors, UNTIED)
     changes = maps.llama(UNTIED, target=target, prefix="params")
@@ -258,7 +256,7 @@ def test_an_architecture_with_a_head_without_rows_is_refused_by_name(
         )
 
 
-def test_a_head_of_another_class_is_explained_by_the_class(tmp_path):
+def test_error_for_head_of_other_class_names_class(tmp_path):
     state = save_with_heads(tmp_path, HEADS["ForCausalLM"][0])
     config = {**UNTIED, "architectures": ["LlamaForSequenceClassification"]}
     with pytest.raises(errors.OptionError) as caught:
@@ -279,7 +277,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_leaves_outside_the_parameters_stay_on_the_way_back(tmp_path, kind):
+def test_inverse_keeps_leaves_outside_parameters(tmp_path, kind):
     tensors = published()
     source = write(tmp_path / "source", tensors)
     changes = maps.llama(source, target="tunix", prefix="params")
@@ -307,9 +305,7 @@ def test_leaves_outside_the_parameters_stay_on_the_way_back(tmp_path, kind):
 
 @pytest.mark.parametrize("target", ["linen", "tunix"])
 @pytest.mark.parametrize("options", [{}, {"target": "linen", "prefix": "params"}])
-def test_a_head_that_a_tied_model_does_not_have_is_not_exported(
-    tmp_path, target, options
-):
+def test_export_rejects_head_missing_in_tied_model(tmp_path, target, options):
     """Gemma has all its tied parameters in `model`, and the head beside it."""
     config = {**CONFIG, "model_type": "gemma"}
     source = write(tmp_path / "source", published(), config)
@@ -332,7 +328,7 @@ def test_a_head_that_a_tied_model_does_not_have_is_not_exported(
     )
 
 
-def test_a_table_of_the_user_is_checked_as_strictly(tmp_path):
+def test_checks_custom_table_as_strictly(tmp_path):
     table = [("model/embed", "params/embed"), ("model/norm", "params/norm")]
     change = remap(table, rest="error")
     model = {"embed": np.ones(3), "norm": np.ones(2)}
@@ -362,7 +358,7 @@ def refusal(load):
 
 
 @pytest.mark.parametrize("target", maps.llama.targets)
-def test_a_wrong_number_of_layers_costs_no_time(tmp_path, target):
+def test_wrong_layer_count_fails_fast(tmp_path, target):
     source = write(tmp_path / "source", published())
     huge = {**CONFIG, "num_hidden_layers": BILLION}
     changes = maps.llama(huge, target=target)
@@ -390,7 +386,7 @@ STACK = ("l/{i}/e/{j}", "l/{i}/e", "j a -> j a")
         (("l/{i}/{c:e|f}/{j}", "l/{i}/{c:g|h}/{j}"), 2 * BILLION**2 - 6),
     ],
 )
-def test_missing_leaves_of_huge_tables_are_counted(tmp_path, row, count):
+def test_error_counts_missing_leaves_of_huge_tables(tmp_path, row, count):
     leaves = {str(i): {"e": {str(j): np.ones(2) for j in range(3)}} for i in range(2)}
     flaxckpt.save(tmp_path / "c", {"l": leaves})
     change = remap([row], i=BILLION, j=BILLION)
@@ -398,7 +394,7 @@ def test_missing_leaves_of_huge_tables_are_counted(tmp_path, row, count):
     assert f"{count:,} leaves are missing" in message
 
 
-def test_a_number_in_the_checkpoint_may_be_huge_as_well(tmp_path):
+def test_handles_huge_layer_number_in_checkpoint(tmp_path):
     state = {"l": {"0": np.ones(2), str(BILLION - 1): np.ones(2)}}
     flaxckpt.save(tmp_path / "c", state)
     message = refusal(
@@ -411,7 +407,7 @@ def test_a_number_in_the_checkpoint_may_be_huge_as_well(tmp_path):
 
 
 @pytest.mark.parametrize("target", maps.llama.targets)
-def test_an_untied_model_without_its_head_is_refused_both_ways(tmp_path, target):
+def test_rejects_untied_model_without_head_both_ways(tmp_path, target):
     whole = write(tmp_path / "whole", {**published(), HEAD: np.ones((11, 6), "f4")})
     lacking = write(tmp_path / "lacking", published(), UNTIED)
     (whole / "config.json").write_text(json.dumps(UNTIED))
@@ -433,7 +429,7 @@ def test_an_untied_model_without_its_head_is_refused_both_ways(tmp_path, target)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_base_model_alone_has_no_head(tmp_path):
+def test_base_model_has_no_head(tmp_path):
     base = {path.removeprefix("model/"): x for path, x in published().items()}
     source = write(tmp_path / "base", base, UNTIED)
     changes = maps.llama(UNTIED, target="linen", source_base="", target_base="")
@@ -446,7 +442,7 @@ def test_the_base_model_alone_has_no_head(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["maxtext", "maxtext-scanned"])
-def test_rotary_scaling_has_several_spellings_and_one_meaning(tmp_path, target):
+def test_spellings_of_rotary_scaling_are_equivalent(tmp_path, target):
     source = write(tmp_path / "source", published())
 
     def load(**config):

@@ -26,7 +26,7 @@ AMBIGUOUS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
+def test_finds_same_map_as_project_conversion(name, tmp_path):
     recorded = read(name)
     source = write_source(tmp_path / "source.npz", recorded.source)
     state = abstract(recorded.target)
@@ -48,7 +48,7 @@ def test_the_whole_map_is_found_as_the_project_converts(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "tunix-llama3", "whisper"])
-def test_the_inverse_gives_the_source_back(name, tmp_path):
+def test_inverse_restores_source(name, tmp_path):
     recorded = read(name)
     source = write_source(tmp_path / "source.npz", recorded.source)
     suggestion = flaxckpt.suggest(source, abstract(recorded.target))
@@ -69,7 +69,7 @@ def test_the_inverse_gives_the_source_back(name, tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "resnet", "vit"])
-def test_the_way_from_flax_to_torch_is_found_too(name, tmp_path):
+def test_finds_map_from_flax_to_torch(name, tmp_path):
     recorded = read(name)
     source = write_source(tmp_path / "source.npz", recorded.source)
     there = flaxckpt.load(
@@ -129,7 +129,7 @@ def maxtext(*layers: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def test_no_transforms_are_shown_if_none_are_needed(tmp_path):
+def test_shows_no_transforms_if_none_are_needed(tmp_path):
     source = write_source(tmp_path / "source.npz", {"a/w": (3, 4), "a/b": (4,)})
     state = {"a": {"w": np.ones((3, 4)), "b": np.ones(4)}}
     suggestion = flaxckpt.suggest(source, state)
@@ -140,7 +140,7 @@ def test_no_transforms_are_shown_if_none_are_needed(tmp_path):
     assert loaded["a"]["w"].shape == (3, 4)
 
 
-def test_layers_are_stacked_along_any_axis(tmp_path):
+def test_stacks_layers_along_any_axis(tmp_path):
     source = write_source(tmp_path / "source.npz", huggingface())
     stored = flatten(flaxckpt.load(source, abstract(huggingface())))
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))
@@ -173,7 +173,7 @@ def test_layers_are_stacked_along_any_axis(tmp_path):
         )
 
 
-def test_stacked_layers_are_taken_apart(tmp_path):
+def test_unstacks_stacked_layers(tmp_path):
     source = write_source(tmp_path / "source.npz", maxtext())
     suggestion = flaxckpt.suggest(source, abstract(huggingface()))
     assert suggestion.leaves.keys() == huggingface().keys()
@@ -188,7 +188,7 @@ def test_stacked_layers_are_taken_apart(tmp_path):
     )
 
 
-def test_the_first_layers_of_a_larger_model(tmp_path):
+def test_finds_first_layers_of_larger_model(tmp_path):
     source = write_source(tmp_path / "source.npz", huggingface())
     smaller = {p: s for p, s in huggingface().items() if "/2/" not in p}
     smaller = {f"params/{path}": shape for path, shape in smaller.items()}
@@ -200,7 +200,7 @@ def test_the_first_layers_of_a_larger_model(tmp_path):
     assert list(loaded["params"]["model"]["layers"]) == ["0", "1"]
 
 
-def test_layers_that_begin_at_another_number(tmp_path):
+def test_finds_layers_with_shifted_numbers(tmp_path):
     source = write_source(tmp_path / "source.npz", huggingface())
     later = {
         path.replace(f"layers/{i}/", f"block_{i + 1}/"): shape
@@ -218,7 +218,7 @@ def test_layers_that_begin_at_another_number(tmp_path):
     )
 
 
-def test_moments_follow(tmp_path):
+def test_moments_follow_parameters(tmp_path):
     tx = optax.adamw(1e-3)
     params = {"model": {"up": {"weight": np.ones((3, 5), np.float32)}}}
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -247,7 +247,7 @@ def asked(suggestion: flaxckpt.Suggestion) -> list[flaxckpt.Ambiguity]:
     return [one for one in suggestion.ambiguous if "values may be" not in one.reason]
 
 
-def test_a_square_kernel_without_evidence_is_ambiguous(tmp_path):
+def test_square_kernel_without_evidence_is_ambiguous(tmp_path):
     source = write_source(tmp_path / "a.npz", {"fc/weight": (4, 4), "fc/bias": (4,)})
     suggestion = flaxckpt.suggest(
         source, abstract({"fc/kernel": (4, 4), "fc/bias": (4,)})
@@ -261,7 +261,7 @@ def test_a_square_kernel_without_evidence_is_ambiguous(tmp_path):
     assert "remap" in str(suggestion.accept().transforms[0])
 
 
-def test_another_kernel_of_the_model_is_evidence(tmp_path):
+def test_other_kernel_of_model_counts_as_evidence(tmp_path):
     shapes = {"up/weight": (4, 4), "down/weight": (3, 4)}
     source = write_source(tmp_path / "a.npz", shapes)
     for down, form in (((4, 3), "o e -> e o"), ((3, 4), None)):
@@ -271,7 +271,7 @@ def test_another_kernel_of_the_model_is_evidence(tmp_path):
         assert "like 1 other" in match.reason
 
 
-def test_kernels_that_disagree_decide_nothing(tmp_path):
+def test_conflicting_kernels_decide_nothing(tmp_path):
     shapes = {"up/weight": (4, 4), "a/weight": (3, 4), "b/weight": (5, 6)}
     source = write_source(tmp_path / "a.npz", shapes)
     wanted = {"up/kernel": (4, 4), "a/kernel": (4, 3), "b/kernel": (5, 6)}
@@ -279,7 +279,7 @@ def test_kernels_that_disagree_decide_nothing(tmp_path):
     assert [one.leaves for one in suggestion.ambiguous] == [("up/kernel",)]
 
 
-def test_names_that_fit_equally_are_ambiguous(tmp_path):
+def test_equally_fitting_names_are_ambiguous(tmp_path):
     source = write_source(
         tmp_path / "a.npz", {"attn/first/weight": (4, 6), "attn/second/weight": (4, 6)}
     )
@@ -301,7 +301,7 @@ def test_two_candidates_for_one_leaf_are_ambiguous(tmp_path):
     }
 
 
-def test_names_that_are_not_alike_are_ambiguous(tmp_path):
+def test_dissimilar_names_are_ambiguous(tmp_path):
     source = write_source(tmp_path / "a.npz", {"alpha/weight": (4, 6)})
     suggestion = flaxckpt.suggest(source, abstract({"omega/kernel": (6, 4)}))
     assert suggestion.ambiguous[0].reason == (
@@ -350,9 +350,7 @@ NAMES_ONLY_IN_AN_ORDER = {
 
 @pytest.mark.parametrize("name", NAMES_ONLY_IN_AN_ORDER)
 @pytest.mark.parametrize("shape", [(6,), (4, 6)])
-def test_leaves_of_one_shape_that_only_an_order_decides_are_ambiguous(
-    name, shape, tmp_path
-):
+def test_equal_shapes_distinguished_only_by_order_are_ambiguous(name, shape, tmp_path):
     ours, theirs = NAMES_ONLY_IN_AN_ORDER[name]
     source = write_source(tmp_path / "a.npz", {f"{one}/weight": shape for one in ours})
     wanted = {f"{one}/kernel": shape[::-1] for one in theirs}
@@ -373,7 +371,7 @@ def test_leaves_of_one_shape_that_only_an_order_decides_are_ambiguous(
         (["attn_ln", "mlp_ln"], ["attention_norm", "ffn_norm"]),
     ],
 )
-def test_names_and_numbers_that_are_alike_decide(ours, theirs, tmp_path):
+def test_similar_names_and_numbers_decide(ours, theirs, tmp_path):
     source = write_source(tmp_path / "a.npz", {f"b/{p}/weight": (6,) for p in ours})
     wanted = abstract({f"b/{path}/scale": (6,) for path in theirs})
     suggestion = flaxckpt.suggest(source, wanted)
@@ -401,7 +399,7 @@ LAYER = {
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (8, 8)])
-def test_layers_of_one_name_that_are_counted_from_0_and_from_1(shape, tmp_path):
+def test_matches_layers_counted_from_0_and_from_1(shape, tmp_path):
     leaves = {"attn/kernel": shape, "mlp/kernel": (4, 16)}
     stored = layers("layer_{}", (1, 2, 3), leaves)
     source = write_source(tmp_path / "a.npz", stored)
@@ -417,7 +415,7 @@ def test_layers_of_one_name_that_are_counted_from_0_and_from_1(shape, tmp_path):
         np.testing.assert_array_equal(leaf, before[old])
 
 
-def test_a_leaf_of_one_layer_is_counted_with_all_leaves(tmp_path):
+def test_leaf_of_one_layer_follows_numbering_of_others(tmp_path):
     shapes = layers("layer_{}", (1, 2, 3), LAYER)
     wanted = {**layers("layer_{}", (0, 1, 2), LAYER), "layer_1/table/weight": (7,)}
     for number, asked in ((2, []), (1, [("layer_1/table/weight",)])):
@@ -447,7 +445,7 @@ def test_suggest_respects_known_rows_with_other_numbers(tmp_path):
 @pytest.mark.parametrize("name", ["xyz_{}", "blk_{}", "Stack_{}"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("is_back", [False, True])
-def test_layers_are_found_under_any_name(name, count, is_back, tmp_path):
+def test_finds_layers_under_any_name(name, count, is_back, tmp_path):
     sides = [name, "layers_{}"][:: -1 if is_back else 1]
     ours, theirs = (layers(side, range(count), LAYER) for side in sides)
     source = write_source(tmp_path / "a.npz", ours)
@@ -458,7 +456,7 @@ def test_layers_are_found_under_any_name(name, count, is_back, tmp_path):
     ]
 
 
-def test_kernels_of_other_layers_are_not_cut_into_layers(tmp_path):
+def test_does_not_split_kernels_into_layers(tmp_path):
     leaves = {"attn/kernel": (8, 8), "mlp/kernel": (8, 16)}
     source = write_source(tmp_path / "a.npz", layers("blk_{}", range(2), leaves))
     wanted = layers("layers_{}", range(2), leaves)
@@ -470,7 +468,7 @@ def test_kernels_of_other_layers_are_not_cut_into_layers(tmp_path):
     assert match.sources == ("blk_0/mlp/kernel", "blk_1/mlp/kernel")
 
 
-def test_many_leaves_with_names_that_are_not_alike_are_named_each(tmp_path):
+def test_reports_each_of_many_dissimilar_names(tmp_path):
     names = [f"{a}{b}" for a in "xyzw" for b in "fghij"]
     source = write_source(tmp_path / "a.npz", {f"{n}/weight": (6,) for n in names})
     wanted = {f"{n[::-1]}/kernel": (6,) for n in names}
@@ -478,7 +476,7 @@ def test_many_leaves_with_names_that_are_not_alike_are_named_each(tmp_path):
     assert {path for one in suggestion.ambiguous for path in one.leaves} == {*wanted}
 
 
-def test_rows_that_are_known_decide(tmp_path):
+def test_known_rows_resolve_ambiguity(tmp_path):
     gpt2 = read("gpt2").source
     parts = {p: s for p, s in read("gpt2").target.items() if "c_attn" not in p}
     for i in range(3):
@@ -511,7 +509,7 @@ def test_rows_that_are_known_decide(tmp_path):
         np.testing.assert_array_equal(loaded[0][path], loaded[1][path])
 
 
-def test_unequal_parts_of_one_array_are_split_first(tmp_path):
+def test_splits_fused_array_into_unequal_parts_first(tmp_path):
     shapes = huggingface()
     for i in range(LAYERS):
         attention = f"model/layers/{i}/self_attn"
@@ -553,7 +551,7 @@ def changes_of(suggestion: flaxckpt.Suggestion) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("is_scanned", [False, True])
-def test_values_that_maxtext_changes_are_asked_about(tmp_path, is_scanned):
+def test_asks_about_values_changed_by_maxtext(tmp_path, is_scanned):
     wanted = maxtext()
     names = ["params/decoder/layers/self_attention/{}/kernel"]
     if not is_scanned:
@@ -588,13 +586,13 @@ def test_values_that_maxtext_changes_are_asked_about(tmp_path, is_scanned):
     assert not flaxckpt.suggest(stored, abstract(bare)).ambiguous
 
 
-def test_values_that_other_layouts_keep_are_not_asked_about(tmp_path):
+def test_does_not_ask_about_values_kept_by_other_layouts(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     wanted = {f"{path}_norm_free": shape for path, shape in maxtext().items()}
     assert not changes_of(flaxckpt.suggest(source, abstract(wanted)))
 
 
-def test_a_tied_head_is_asked_about(tmp_path):
+def test_asks_about_tied_head(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface(head=False))
     suggestion = flaxckpt.suggest(source, abstract(maxtext()))
     [ambiguity] = asked(suggestion)
@@ -610,7 +608,7 @@ def test_a_tied_head_is_asked_about(tmp_path):
 
 
 @pytest.mark.parametrize("vocabulary", [256, 100])
-def test_another_vocabulary_is_asked_about(tmp_path, vocabulary):
+def test_asks_about_other_vocabulary_size(tmp_path, vocabulary):
     stored = {**huggingface(), "lm_head/bias": (VOCAB,)}
     wanted = {
         "embedder/input_embedding": (vocabulary, E),
@@ -655,7 +653,7 @@ def test_another_vocabulary_is_asked_about(tmp_path, vocabulary):
         },
     ],
 )
-def test_layers_in_blocks_are_left_with_the_reason(tmp_path, target):
+def test_reports_unmatched_layers_in_blocks_with_reason(tmp_path, target):
     shapes = {f"model/layers/{i}/up/weight": (MLP, E) for i in range(6)}
     shapes["model/embed/weight"] = (VOCAB, E)
     source = write_source(tmp_path / "a.npz", shapes)
@@ -675,7 +673,7 @@ def test_layers_in_blocks_are_left_with_the_reason(tmp_path, target):
     assert not again.left
 
 
-def test_another_width_is_no_other_vocabulary(tmp_path):
+def test_other_width_is_not_other_vocabulary(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     wanted = {"embedder/input_embedding": (256, E + 1), "final_norm/scale": (E,)}
     suggestion = flaxckpt.suggest(source, abstract(wanted))
@@ -686,7 +684,7 @@ def test_another_width_is_no_other_vocabulary(tmp_path):
 # ---- bad input ----------------------------------------------------------------------
 
 
-def test_other_head_counts_are_left_with_the_nearest(tmp_path):
+def test_reports_nearest_leaf_for_other_head_count(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     wanted = maxtext()
     path = "params/decoder/layers/self_attention/key/kernel"
@@ -697,7 +695,7 @@ def test_other_head_counts_are_left_with_the_nearest(tmp_path):
     assert "without a source: 1" in str(suggestion)
 
 
-def test_nothing_in_common_is_an_error_with_the_nearest(tmp_path):
+def test_error_for_unrelated_state_names_nearest_leaf(tmp_path):
     source = write_source(tmp_path / "a.npz", {"conv1/weight": (4, 3, 3)})
     wanted = {f"layer_{i}/kernel": (7, 5) for i in range(30)}
     with pytest.raises(errors.OptionError, match="no leaf of the source fits") as error:
@@ -706,7 +704,7 @@ def test_nothing_in_common_is_an_error_with_the_nearest(tmp_path):
     assert "the nearest is conv1/weight, float32[4, 3, 3]" in str(error.value)
 
 
-def test_a_head_of_another_task_is_not_silently_taken_for_the_pooler(tmp_path):
+def test_asks_before_using_head_of_other_task_as_pooler(tmp_path):
     source = write_source(tmp_path / "a.npz", read("bert").source)
     suggestion = flaxckpt.suggest(source, abstract(read("bert-pooler").target))
     assert not suggestion.left
@@ -724,7 +722,7 @@ def test_floats_do_not_fill_integers(tmp_path):
         flaxckpt.suggest(source, abstract({"table/embedding": (4, 6)}, np.int32))
 
 
-def test_names_that_rows_cannot_have_are_left(tmp_path):
+def test_reports_names_unsupported_by_rows(tmp_path):
     source = write_source(
         tmp_path / "a.npz", {"up{0}/weight": (4, 6), "down/weight": (6, 4)}
     )
@@ -734,14 +732,14 @@ def test_names_that_rows_cannot_have_are_left(tmp_path):
     assert "characters" in suggestion.left["up{0}/kernel"]
 
 
-def test_an_equal_state_needs_nothing(tmp_path):
+def test_equal_state_needs_no_transforms(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     suggestion = flaxckpt.suggest(source, abstract(huggingface()))
     assert suggestion.transforms == []
     assert {match.confidence for match in suggestion.leaves.values()} == {1.0}
 
 
-def test_the_lines_to_paste_are_the_transforms(tmp_path):
+def test_suggested_code_matches_transforms(tmp_path):
     source = write_source(tmp_path / "a.npz", huggingface())
     suggestion = flaxckpt.suggest(source, abstract(maxtext())).accept()
     names: dict[str, object] = {}
@@ -758,7 +756,7 @@ def test_the_lines_to_paste_are_the_transforms(tmp_path):
         ["without a source", "layers"],
     ),
 )
-def test_the_work_grows_with_the_number_of_leaves(kind, tmp_path):
+def test_work_grows_linearly_with_leaves(kind, tmp_path):
     counts = []
     for size in (300, 600):
         source, target = _flat_model(kind, size)

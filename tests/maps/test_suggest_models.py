@@ -98,7 +98,7 @@ def outputs_of(model: torch.nn.Module, inputs: dict[str, np.ndarray]) -> np.ndar
 
 
 @pytest.mark.parametrize("name", FLAX)
-def test_the_flax_model_of_transformers_gives_equal_logits(name, tmp_path):
+def test_transformers_flax_model_gives_equal_logits(name, tmp_path):
     torch_class, config_class, options, inputs = FLAX[name]
     config = getattr(transformers, config_class)(**options)
     source, model = save_torch(torch_class, config, tmp_path)
@@ -147,7 +147,7 @@ TUNIX_MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jax, in Tunix
 @pytest.mark.parametrize("name", TUNIX_MODELS)
-def test_the_model_of_tunix_gives_equal_logits(name, tmp_path):
+def test_tunix_model_gives_equal_logits(name, tmp_path):
     pytest.importorskip("tunix", reason="tunix is not installed")
     torch_class, config_class, options, sizes = TUNIX_MODELS[name]
     config = getattr(transformers, config_class)(**options)

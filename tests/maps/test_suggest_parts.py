@@ -27,18 +27,18 @@ def found_in(*paths: str) -> set[str]:
     return {str(one) for one in patterns.find_patterns(dict.fromkeys(paths, (2, 3)))}
 
 
-def test_numbers_of_layers_are_found():
+def test_finds_layer_numbers():
     layers = [f"h/{i}/{name}/w" for i in range(2) for name in ("attn", "mlp")]
     assert found_in(*layers, "wte/w") == {"h/{}/attn/w", "h/{}/mlp/w", "wte/w"}
 
 
-def test_numbers_in_the_names_of_layers_are_not():
+def test_ignores_numbers_in_layer_names():
     assert found_in("ln_1/w", "ln_2/w") == {"ln_1/w", "ln_2/w"}
     assert found_in("fc1/w", "fc2/w") == {"fc1/w", "fc2/w"}
     assert found_in("mlp/0/w", "mlp/2/w") == {"mlp/0/w", "mlp/2/w"}
 
 
-def test_numbers_of_different_modules_are_not_those_of_layers():
+def test_ignores_numbers_of_different_modules():
     t5 = [
         f"block/{i}/layer/{n}/{name}/w"
         for i in range(3)
@@ -52,7 +52,7 @@ def test_numbers_of_different_modules_are_not_those_of_layers():
     }
 
 
-def test_experts_in_layers_are_two_numbers():
+def test_finds_two_numbers_for_experts_in_layers():
     experts = [
         f"layers/{i}/experts/{j}/{name}/w"
         for i in range(3)
@@ -66,7 +66,7 @@ def test_experts_in_layers_are_two_numbers():
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z0-9_/.]{1,12}", fullmatch=True), SIZES))
-def test_patterns_hold_each_leaf_once(shapes):
+def test_patterns_contain_each_leaf_once(shapes):
     found = patterns.find_patterns({path: (n,) for path, n in shapes.items()})
     members = [path for one in found for path in one.members.values()]
     assert sorted(members) == sorted(shapes)
@@ -87,7 +87,7 @@ def test_patterns_hold_each_leaf_once(shapes):
         ("encoder/layer/#/intermediate/dense/bias", "layers_#/mlp/fc1/bias"),
     ],
 )
-def test_synonyms_mean_the_same(torch, flax):
+def test_synonyms_are_similar(torch, flax):
     mine, theirs = (names.meanings(path.split("/")) for path in (torch, flax))
     others = names.meanings(["layers", "#", "mlp", "wo", "bias"])
     similarity = names.Similarity([mine, others], [theirs, others])
@@ -121,7 +121,7 @@ USUAL = [
 
 
 @given(st.sampled_from(USUAL), st.booleans(), st.data())
-def test_usual_forms_are_among_the_candidates(form, is_inverse, data):
+def test_candidates_include_usual_forms(form, is_inverse, data):
     left, right = form.split(" -> ")
     letters = [c for c in left if c.isalpha()]
     sizes = {letter: data.draw(SIZES) for letter in letters}
@@ -137,7 +137,7 @@ def test_usual_forms_are_among_the_candidates(form, is_inverse, data):
 
 
 @given(st.lists(SIZES, max_size=4), st.lists(SIZES, max_size=4))
-def test_all_candidates_have_the_wanted_shape(source, target):
+def test_all_candidates_have_wanted_shape(source, target):
     found = candidates(Axes((), tuple(source)), Axes((), tuple(target)))
     array = np.arange(np.prod(source)).reshape(source)
     for one in found:
@@ -146,7 +146,7 @@ def test_all_candidates_have_the_wanted_shape(source, target):
 
 
 @given(st.integers(2, 4), SIZES, SIZES, st.integers(0, 2), st.booleans())
-def test_layers_are_stacked_along_the_axis_that_fits(n, a, b, axis, is_turned):
+def test_stacks_layers_along_fitting_axis(n, a, b, axis, is_turned):
     shape = [b, a] if is_turned else [a, b]
     shape.insert(axis, n)
     found = candidates(Axes((n,), (a, b)), Axes((), tuple(shape)))
@@ -160,7 +160,7 @@ def test_layers_are_stacked_along_the_axis_that_fits(n, a, b, axis, is_turned):
     assert any((result == wanted).all() for result in results)
 
 
-def test_evidence_of_the_same_module_counts_first():
+def test_evidence_of_same_module_counts_first():
     square = candidates(Axes((), (4, 4)), Axes((), (4, 4)))
     turned, plain = (
         candidates(Axes((), (3, 4)), Axes((), shape))[0] for shape in ((4, 3), (3, 4))
@@ -181,7 +181,7 @@ def test_evidence_of_the_same_module_counts_first():
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_the_assignment_is_the_best(n, m, data):
+def test_assignment_is_optimal(n, m, data):
     score = st.one_of(st.just(-np.inf), st.floats(0, 1, width=16))
     scores = np.array([[data.draw(score) for _ in range(m)] for _ in range(n)])
     pairs = [at for at in np.ndindex(n, m) if np.isfinite(scores[at])]
@@ -213,7 +213,7 @@ def table(shapes):
     st.randoms(use_true_random=False),
     st.sampled_from(["", "module/", "params/model/", "backbone/net/"]),
 )
-def test_neither_order_nor_prefixes_matter(name, rng: random.Random, prefix):
+def test_order_and_prefixes_do_not_matter(name, rng: random.Random, prefix):
     recorded = read(name)
     sources = {f"{prefix}{path}": shape for path, shape in recorded.source.items()}
     targets = [*recorded.target.items()]
@@ -231,7 +231,7 @@ def test_neither_order_nor_prefixes_matter(name, rng: random.Random, prefix):
 
 @settings(max_examples=10, phases=PHASES)
 @given(st.sampled_from(RECORDED), st.randoms(use_true_random=False))
-def test_a_missing_leaf_is_never_filled_silently(name, rng: random.Random):
+def test_never_fills_missing_leaf_silently(name, rng: random.Random):
     recorded = read(name)
     whole = suggest_for_tables(table(recorded.source), table(recorded.target))
     lost = rng.choice([*recorded.source])

@@ -112,7 +112,7 @@ def picture(opened, tmp_path, name):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_is_quiet_loads_nothing_and_fits(
+def test_page_logs_nothing_loads_nothing_and_fits(
     show, report, tmp_path, width, scheme
 ):
     opened = show(report, width=width, scheme=scheme)
@@ -126,7 +126,7 @@ def test_the_page_is_quiet_loads_nothing_and_fits(
     assert picture(opened, tmp_path, f"{scheme}-{width}").stat().st_size > 10_000
 
 
-def test_the_page_of_a_long_run_is_quiet_and_fits_too(show, report):
+def test_long_run_page_logs_nothing_and_fits(show, report):
     measured = report.metrics["eval/loss"][0]
     many = range(0, 100_000, 100)
     long = dataclasses.replace(
@@ -163,7 +163,7 @@ def contrast(one, other):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_have_contrast_in_light_and_dark(show, report, scheme):
+def test_text_has_contrast_in_light_and_dark(show, report, scheme):
     opened = show(report, scheme=scheme)
     style = "(e, name) => getComputedStyle(e)[name]"
     back = opened.page.eval_on_selector("section", style, "backgroundColor")
@@ -192,7 +192,7 @@ def test_texts_have_contrast_in_light_and_dark(show, report, scheme):
         assert contrast(drawn, back) >= least, name
 
 
-def test_headline_figures_are_those_of_the_run(show, report):
+def test_headline_figures_match_run(show, report):
     cards = {card["card"]: card for card in show(report).data("[data-card]")}
     assert int(cards["steps"]["value"]) == len(LASTS)
     assert int(cards["newest"]["value"]) == max(LASTS)
@@ -209,7 +209,7 @@ def _files(run):
     return [file for step in steps for file in step.rglob("*") if file.is_file()]
 
 
-def test_rows_of_saves_are_the_seconds_of_the_journal(show, report):
+def test_save_rows_match_seconds_in_journal(show, report):
     opened = show(report)
     rows = {int(row["step"]): row for row in opened.data("#steps tr[data-step]")}
     for save in report.saves:
@@ -225,7 +225,7 @@ def test_rows_of_saves_are_the_seconds_of_the_journal(show, report):
         assert saves[name] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_all_columns_of_the_steps_fit_a_wide_page(show, report):
+def test_wide_page_fits_all_step_columns(show, report):
     names = ("eval/loss", "eval/accuracy", "train/loss", "learning_rate")
     steps = [
         dataclasses.replace(step, metrics=dict.fromkeys(names, 1 / 3))
@@ -243,7 +243,7 @@ def test_all_columns_of_the_steps_fit_a_wide_page(show, report):
     assert hidden <= 0
 
 
-def test_a_narrow_table_breaks_paths_after_slashes(show, report):
+def test_narrow_table_breaks_paths_after_slashes(show, report):
     path = "trunk/block_12/attention/out/kernel"
     leaves = [leaf._replace(path=path) for leaf in report.change.leaves]
     change = report.change._replace(leaves=leaves)
@@ -275,7 +275,7 @@ def test_a_narrow_table_breaks_paths_after_slashes(show, report):
         assert all(part.endswith("/") for part in parts[:-1]), line
 
 
-def test_no_line_ends_within_an_option(show, report):
+def test_options_never_break_across_lines(show, report):
     unread = [
         check._replace(state="whole", bytes_checked=0) for check in report.integrity
     ]
@@ -300,7 +300,7 @@ def test_no_line_ends_within_an_option(show, report):
         assert lines == 1, width
 
 
-def test_what_is_drawn_is_what_the_run_has(report):
+def test_charts_show_data_of_run(report):
     data = charts_of(_report.page(report))
     loss, accuracy = data["metrics"]
     assert dict(zip(loss["x"], loss["y"], strict=True)) == LOSSES
@@ -312,7 +312,7 @@ def test_what_is_drawn_is_what_the_run_has(report):
     assert data["events"] == [], "nothing was saved after the restore"
 
 
-def test_the_table_of_steps_tells_the_reasons(show, report):
+def test_step_table_shows_reasons(show, report):
     opened = show(report)
     rows = {int(row["step"]): row for row in opened.data("#steps tr[data-why]")}
     assert {step: row["why"] for step, row in rows.items()} == {
@@ -326,7 +326,7 @@ def test_the_table_of_steps_tells_the_reasons(show, report):
     assert {row["deleted"] for row in deleted} == {"no policy keeps it"}
 
 
-def test_areas_of_the_treemap_are_the_sizes(show, report):
+def test_treemap_areas_match_sizes(show, report):
     opened = show(report)
     tiles = opened.page.eval_on_selector_all(
         "#sizes .wide g[data-bytes]",
@@ -355,7 +355,7 @@ def test_areas_of_the_treemap_are_the_sizes(show, report):
     assert not any(leaf.startswith(f"{c}/") for leaf in leaves for c in copies)
 
 
-def test_changes_dataset_lineage_and_integrity_are_those_of_the_run(show, report):
+def test_changes_dataset_lineage_and_integrity_match_run(show, report):
     opened = show(report)
     truth = flaxckpt.diff(report.path, report.path, step_a=70, step_b=80).changed
     rows = opened.data("#change tr[data-path]")
@@ -377,7 +377,7 @@ def test_changes_dataset_lineage_and_integrity_are_those_of_the_run(show, report
     assert int(row["bytes"]) == sum(c.bytes_checked for c in report.integrity)
 
 
-def test_names_that_are_scripts_run_nothing(show, tmp_path):
+def test_script_names_run_nothing(show, tmp_path):
     bad = "<script>document.title='run'</script>\"'>"
     worse = "<img src=x onerror=\"document.title='run'\">"
     with flaxckpt.Checkpointer(tmp_path / bad.replace("/", "|")) as run:
@@ -397,7 +397,7 @@ def test_names_that_are_scripts_run_nothing(show, tmp_path):
     assert worse in opened.texts("#sizes .key")
 
 
-def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
+def test_notebook_card_logs_nothing(browser, report, tmp_path):
     with flaxckpt.Checkpointer(report.path, keep=KEEP, read_only=True) as run:
         file = tmp_path / "card.html"
         page = f"<!doctype html><meta charset=utf-8>{run._repr_html_()}"
@@ -411,7 +411,7 @@ def test_the_card_of_a_notebook_is_shown_quietly(browser, report, tmp_path):
     opened.page.close()
 
 
-def test_a_long_table_has_its_headings_on_each_printed_page(browser, report, tmp_path):
+def test_long_table_repeats_headings_on_printed_pages(browser, report, tmp_path):
     steps = (SavedStep(n, deleted=math.nan) for n in range(1000, 1200))
     many = dataclasses.replace(report, history=(*report.history, *steps))
     (tmp_path / "report.html").write_text(_report.page(many))
@@ -431,7 +431,7 @@ A4_PX = 703
 """The width of a page without its margins."""
 
 
-def test_a_printed_page_cuts_nothing_off(show, report):
+def test_printed_page_cuts_nothing_off(show, report):
     names = ("eval/loss", "eval/accuracy", "train/gradient_norm", "throughput")
     values = [*report.metrics.values()]
     metrics = {name: values[n % 2] for n, name in enumerate(names)}
@@ -471,7 +471,7 @@ ODD = {
 }
 
 
-def test_odd_runs_are_pages_without_errors_that_fit(show, tmp_path):
+def test_unusual_runs_render_without_errors_and_fit(show, tmp_path):
     for name, rows in ODD.items():
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             for step, metrics in rows:

@@ -74,7 +74,7 @@ STATES = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("x64", [False, True])
-def test_copies_and_parts_are_the_whole_state(tmp_path, name, x64):
+def test_copies_and_parts_add_up_to_whole_state(tmp_path, name, x64):
     make, original, count = STATES[name]
     with jax.enable_x64(x64):
         flaxckpt.save(tmp_path / "checkpoint", make())
@@ -93,7 +93,7 @@ def test_copies_and_parts_are_the_whole_state(tmp_path, name, x64):
     assert page.count('class="share ') >= 1 + count
 
 
-def test_a_damaged_newest_step_does_not_hide_the_sizes_and_the_changes(tmp_path):
+def test_damaged_newest_step_does_not_hide_sizes_and_changes(tmp_path):
     run = make_run(tmp_path)
     (run / "80" / "flaxckpt.json").write_text("{")
     found = _report.gather(run, _report.ReportOptions())
@@ -109,7 +109,7 @@ def test_a_damaged_newest_step_does_not_hide_the_sizes_and_the_changes(tmp_path)
     assert {s.step for s in found.steps} == LASTS
 
 
-def test_values_that_are_not_finite_are_reported(tmp_path):
+def test_reports_non_finite_values(tmp_path):
     state = {"params": {"w": np.arange(60, dtype=np.float32), "v": np.ones(9)}}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(

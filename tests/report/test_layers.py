@@ -84,7 +84,7 @@ def dataclass_objects():
         ),
     ],
 )
-def test_layers_are_those_of_the_model_in_any_state(tmp_path, states, layers, jumped):
+def test_layers_match_model_in_any_state(tmp_path, states, layers, jumped):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(
             run, every_steps=1, statistics=True, check_step=False
@@ -100,7 +100,7 @@ def test_layers_are_those_of_the_model_in_any_state(tmp_path, states, layers, ju
     assert _report.flight_recorder.choose_leaf(found) == notable
 
 
-def test_a_leaf_that_a_short_save_did_not_sample_is_no_change():
+def test_leaf_unsampled_by_short_save_counts_as_unchanged():
     scale, bias = (
         LeafHistory(f"params/norm/{name}", "params", "layer", norms, 0, 0, 0, 0, {})
         for name, norms in (

@@ -24,7 +24,7 @@ def test_all_texts_and_targets_are_legible(show, request, name, scheme, width): 
 
 
 @pytest.mark.parametrize("width", [390, 1280, 2400])
-def test_the_switch_of_colours_covers_nothing(show, report, width):  # noqa: F811
+def test_colour_switch_covers_nothing(show, report, width):  # noqa: F811
     page = show(report, width=width).page
     box = page.locator("button.theme").bounding_box()
     header = page.locator("header").bounding_box()
@@ -43,7 +43,7 @@ def test_the_switch_of_colours_covers_nothing(show, report, width):  # noqa: F81
         assert beside or right <= box["x"]
 
 
-def test_the_tab_key_reaches_all_targets(show, diverged):  # noqa: F811
+def test_tab_key_reaches_all_targets(show, diverged):  # noqa: F811
     opened = show(diverged)
     page = opened.page
     wanted = page.evaluate(legible.TABS)

@@ -93,7 +93,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_run_is_said_to_be_so_without_errors(show, tmp_path, name):  # noqa: F811
+def test_page_describes_unusual_run_without_errors(show, tmp_path, name):  # noqa: F811
     make, said = ODD[name]
     opened = show(make(tmp_path / "run"), width=390)
     page = opened.page
@@ -115,7 +115,7 @@ def test_an_odd_run_is_said_to_be_so_without_errors(show, tmp_path, name):  # no
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_run_is_a_page_of_tables_without_a_script(browser, tmp_path, name):  # noqa: F811
+def test_unusual_run_renders_tables_without_script(browser, tmp_path, name):  # noqa: F811
     make, _ = ODD[name]
     report = make(tmp_path / "run")
     file = tmp_path / "report.html"

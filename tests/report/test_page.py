@@ -66,7 +66,7 @@ def journal(run):
 # ---- gathered data ------------------------------------------------------------------
 
 
-def test_steps_and_reasons_are_those_of_the_run(run):
+def test_steps_and_reasons_match_run(run):
     found = gather(run, keep=KEEP)
     with flaxckpt.Checkpointer(run, keep=KEEP, read_only=True) as opened:
         assert {s.step: list(s.why) for s in found.steps} == opened.explain()
@@ -74,7 +74,7 @@ def test_steps_and_reasons_are_those_of_the_run(run):
     assert found.policies == tuple(map(str, KEEP))
 
 
-def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
+def test_shows_saved_metrics_and_marks_best(run):
     found = gather(run, keep=KEEP).metrics["eval/loss"]
     assert {m.step: m.value for m in found} == LOSSES
     assert {m.step for m in found if m.is_deleted} == LOSSES.keys() - LASTS
@@ -86,7 +86,7 @@ def test_metrics_are_those_that_were_saved_and_the_best_is_marked(run):
 
 
 @pytest.mark.parametrize("name", ["flaxckpt.json", "state/_METADATA"])
-def test_a_step_whose_description_is_gone_is_damaged(run, name):
+def test_step_without_description_is_damaged(run, name):
     (run / "80" / name).unlink()
     found = gather(run)
     assert {i.step: i.state for i in found.integrity}[80] == "damaged"
@@ -94,7 +94,7 @@ def test_a_step_whose_description_is_gone_is_damaged(run, name):
     assert "flaxckpt.json" in found.integrity[-1].detail
 
 
-def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
+def test_policy_metric_comes_first(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         metrics = {f"m{n}": 1.0 for n in range(20)} | {"loss": 0.5}
         saved.save(1, {"w": np.ones(2)}, metrics=metrics)
@@ -112,7 +112,7 @@ def test_the_metric_of_a_policy_comes_before_all_others(tmp_path):
     assert [metric["name"] for metric in drawn][:2] == ["loss", "m0"]
 
 
-def test_the_tags_of_a_run_are_shown(tmp_path):
+def test_shows_tags_of_run(tmp_path):
     tags = {"lr": 0.1, "fast": True, "name": "<b>", "long": "x" * 99, "tree": {"a": 1}}
     with flaxckpt.Checkpointer(tmp_path / "run", metadata=tags) as ckpt:
         ckpt.save(1, {"w": jnp.ones(2)})
@@ -128,7 +128,7 @@ def test_report_marks_only_kept_steps_as_staying(run):
     assert stays == {step: step == 80 for step in LOSSES}
 
 
-def test_policies_are_those_that_the_run_recorded(run):
+def test_uses_policies_recorded_by_run(run):
     found = gather(run)
     assert found.policies == tuple(map(str, KEEP))
     assert {m.best for m in found.metrics["eval/loss"] if m.step == 50} == {"best"}
@@ -146,7 +146,7 @@ def test_policies_are_those_that_the_run_recorded(run):
     assert best in text
 
 
-def test_without_policies_nothing_is_called_the_best(run):
+def test_calls_nothing_best_without_policies(run):
     lines = (run / "events.jsonl").read_text().splitlines()
     unknown = [line for line in lines if '"kind": "configured"' not in line]
     (run / "events.jsonl").write_text("\n".join(unknown) + "\n")
@@ -157,7 +157,7 @@ def test_without_policies_nothing_is_called_the_best(run):
     assert {m.step: m.best for m in values if m.best} == {50: "lowest", 10: "highest"}
 
 
-def test_seconds_of_saves_are_those_of_the_journal(run):
+def test_seconds_of_saves_match_journal(run):
     committed = {e["step"]: e for e in journal(run) if e["kind"] == "committed"}
     saves = gather(run).saves
     assert [save.step for save in saves] == list(LOSSES)
@@ -202,7 +202,7 @@ def test_sizes_add_up(run):
     assert all(p.path.startswith(p.group) for p in found.parts)
 
 
-def test_changes_are_those_of_diff_the_largest_first(run):
+def test_changes_match_diff_with_largest_first(run):
     found = gather(run).change
     truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
     assert (found.step_a, found.step_b) == (70, 80)
@@ -218,7 +218,7 @@ def test_changes_are_those_of_diff_the_largest_first(run):
     assert (head.different, head.elements) == (48, 48)
 
 
-def test_changes_are_shown_although_a_leaf_is_damaged(run):
+def test_shows_changes_despite_damaged_leaf(run):
     chunks.flip(run / "70/state", "params.trunk.kernel/c.0.0")
     report = gather(run, step_a=70)
     truth = flaxckpt.diff(run, run, step_a=70, step_b=80)
@@ -234,7 +234,7 @@ def test_changes_are_shown_although_a_leaf_is_damaged(run):
     assert ">1 of 3 leaves changed, 1 cannot be read; relative" in section
 
 
-def test_a_part_with_only_damaged_leaves_is_counted(tmp_path):
+def test_counts_part_with_only_damaged_leaves(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         for step in (1, 2):
             saved.save(step, {"a": {"w": np.full(3, step)}, "b": np.full(3, step)})
@@ -245,7 +245,7 @@ def test_a_part_with_only_damaged_leaves_is_counted(tmp_path):
     assert "1 of 1 leaf changed; relative change 1" in shown
 
 
-def test_changed_elements_are_counted_among_all(tmp_path):
+def test_counts_changed_elements_among_all(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as saved:
         for step in (1, 2):
             w = np.arange(16.0)
@@ -261,7 +261,7 @@ def test_changed_elements_are_counted_among_all(tmp_path):
     assert "largest difference" in text
 
 
-def test_steps_to_compare_may_be_chosen(run):
+def test_compares_chosen_steps(run):
     assert gather(run, step_a=20).change.step_b == 80
     assert gather(run, step_b=50).change.step_a == 40
     change = gather(run, step_a=50, step_b=20).change
@@ -274,7 +274,7 @@ def test_steps_to_compare_may_be_chosen(run):
         gather(run, step_a=20, diff=False)
 
 
-def test_large_steps_are_compared_only_if_that_is_asked_for(run, monkeypatch):
+def test_compares_large_steps_only_on_request(run, monkeypatch):
     monkeypatch.setattr(
         sys.modules["flaxckpt._report.gathering"], "_COMPARED_BYTES", 100
     )
@@ -286,7 +286,7 @@ def test_large_steps_are_compared_only_if_that_is_asked_for(run, monkeypatch):
     assert gather(run, diff=False).change is None
 
 
-def test_positions_of_the_dataset_are_those_that_were_saved(run):
+def test_dataset_positions_match_saved_ones(run):
     found = gather(run).positions
     assert [(p.step, dict(p.values)) for p in found] == [
         (step, {"next_index": step}) for step in sorted(LASTS)
@@ -310,7 +310,7 @@ def _original(run):
     return Path(origin.path).parent
 
 
-def test_nothing_is_changed_by_a_report(run):
+def test_report_changes_nothing(run):
     def content():
         return {
             file: (file.stat().st_mtime_ns, file.stat().st_size)
@@ -325,7 +325,7 @@ def test_nothing_is_changed_by_a_report(run):
 # ---- integrity ----------------------------------------------------------------------
 
 
-def test_by_default_files_and_sizes_are_looked_at(run):
+def test_checks_files_and_sizes_by_default(run):
     found = gather(run)
     assert found.is_good
     assert {each.state for each in found.integrity} == {"whole"}
@@ -362,7 +362,7 @@ def test_report_names_the_damaged_files(tmp_path, is_old):
     assert check.detail in _text(_report.page(found))
 
 
-def test_the_command_that_reads_every_byte_is_whole(run):
+def test_shows_complete_verify_command(run):
     assert f"flaxckpt verify {run} --all reads every byte" in _text(
         _report.page(gather(run))
     )
@@ -383,7 +383,7 @@ def _card(page, name="integrity"):
     return elements[at][1]["class"], [text for _, _, text in elements[at + 1 : at + 4]]
 
 
-def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
+def test_best_card_names_compared_steps(run):
     texts = ["Best eval/loss", "0.3", "lowest, at step 50, of 8 saved"]
     assert _card(_report.page(gather(run)), "best") == ("card main best", texts)
     keep = [BestN(1, "eval/accuracy", "max")]
@@ -395,7 +395,7 @@ def test_the_card_of_the_best_step_says_among_which_steps_it_is_best(run):
     assert _card(_report.page(gather(run, keep=keep)), "best")[1] == texts
 
 
-def test_the_card_of_the_steps_counts_damaged_ones_apart(run):
+def test_steps_card_counts_damaged_steps_separately(run):
     (_, texts) = _card(_report.page(gather(run)), "steps")
     assert texts == ["Steps", "6", "of 8 saved"]
     damage(run / "50")
@@ -403,7 +403,7 @@ def test_the_card_of_the_steps_counts_damaged_ones_apart(run):
     assert texts == ["Steps", "6", "1 damaged, of 8 saved"]
 
 
-def test_the_card_of_the_last_value_does_not_look_like_that_of_the_best(tmp_path):
+def test_last_value_card_differs_from_best_card(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         opened.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5})
     page = _report.page(gather(tmp_path / "run"))
@@ -416,7 +416,7 @@ def _captions(report):
     return [metric["facts"] for metric in charts_of(_report.page(report))["metrics"]]
 
 
-def test_the_last_value_is_that_of_the_newest_good_step(run):
+def test_last_value_is_of_newest_good_step(run):
     damage(run / "80")
     [loss, accuracy] = _captions(gather(run))
     assert loss.startswith("best 0.3 at step 50, last 0.55 at step 70, ")
@@ -427,7 +427,7 @@ def test_the_last_value_is_that_of_the_newest_good_step(run):
     assert _card(page, "last-metric") == ("card main", texts)
 
 
-def test_the_last_value_of_damaged_steps_is_of_the_newest_and_is_called_so(tmp_path):
+def test_last_value_of_damaged_steps_is_newest_and_marked(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         for step in (1, 2):
             state = {"w": np.arange(999.0) * step}
@@ -440,14 +440,14 @@ def test_the_last_value_of_damaged_steps_is_of_the_newest_and_is_called_so(tmp_p
     assert _card(_report.page(found), "last-metric")[1] == texts
 
 
-def test_the_last_value_may_not_be_finite(tmp_path):
+def test_last_value_may_be_non_finite(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         for step, loss in ((1, 0.5), (2, np.nan)):
             opened.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
     assert _captions(gather(tmp_path / "run")) == ["last NaN at step 2"]
 
 
-def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
+def test_best_card_names_better_damaged_step(run):
     damage(run / "50")
     kind, texts = _card(_report.page(gather(run)), "best")
     assert kind == "card main best"
@@ -464,7 +464,7 @@ def test_the_card_of_the_best_step_names_a_better_one_that_is_damaged(run):
     assert texts[2].endswith(f"; {clause}")
 
 
-def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
+def test_best_card_reports_damaged_best_step(run):
     found = gather(run)
     lost = [each._replace(state="damaged") for each in found.integrity]
 
@@ -490,7 +490,7 @@ def test_the_card_of_the_best_step_says_that_it_is_damaged(run):
     assert re.search('data-card="newest".*</time>, damaged<', page)
 
 
-def test_the_best_step_has_a_row_among_thousands(run):
+def test_best_step_has_row_among_thousands(run):
     found = gather(run)
     steps = [*found.history, *(SavedStep(n) for n in range(1000, 3000))]
     many = dataclasses.replace(found, history=tuple(steps))
@@ -510,7 +510,7 @@ def ranked_run(path, *policies):
     return _report.page(gather(path))
 
 
-def test_the_best_of_several_metrics_are_distinguished(tmp_path):
+def test_distinguishes_best_steps_of_several_metrics(tmp_path):
     best = flaxckpt.policies.BestN
     page = ranked_run(
         tmp_path / "run",
@@ -539,7 +539,7 @@ def test_the_best_of_several_metrics_are_distinguished(tmp_path):
     ]
 
 
-def test_the_best_of_one_metric_needs_no_name(tmp_path):
+def test_best_mark_of_one_metric_has_no_name(tmp_path):
     best = flaxckpt.policies.BestN(1, "loss", "min")
     page = ranked_run(tmp_path / "run", best)
     marks = re.findall('class="mark ([^"]*)">([^<]*)<', page)
@@ -547,7 +547,7 @@ def test_the_best_of_one_metric_needs_no_name(tmp_path):
     assert page.count('data-card="best"') == 1
 
 
-def test_nothing_is_green_that_was_not_looked_at(tmp_path):
+def test_does_not_show_unchecked_steps_as_good(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in range(14):
             ckpt.save(step, {"w": np.full(3, step)})
@@ -567,13 +567,13 @@ def test_nothing_is_green_that_was_not_looked_at(tmp_path):
     assert texts[1] == "1 damaged"
 
 
-def test_all_files_are_not_all_bytes(run):
+def test_does_not_show_unread_arrays_as_good(run):
     kind, texts = _card(_report.page(gather(run)))
     assert "good" not in kind
     assert texts[1:] == ["complete", "all files, arrays not read"]
 
 
-def test_only_a_full_look_finds_a_changed_byte(run):
+def test_full_check_finds_changed_byte(run):
     flip_bit(largest_file(run / "20" / "state"))
     found = {e.step: e for e in gather(run, verify=True).integrity}
     assert found[20].state == "damaged"
@@ -594,7 +594,7 @@ def test_reports_a_run_with_a_damaged_newest_step(run):
 # ---- other checkpoints --------------------------------------------------------------
 
 
-def test_a_run_without_a_journal_says_so(run):
+def test_reports_missing_journal(run):
     (run / "events.jsonl").unlink()
     found = gather(run)
     assert found.saves == ()
@@ -614,7 +614,7 @@ def test_report_of_one_checkpoint_omits_the_parts_of_runs(run):
         gather(run / "80", step_a=20)
 
 
-def test_an_empty_run_is_a_page_too(tmp_path):
+def test_empty_run_renders_page(tmp_path):
     flaxckpt.Checkpointer(tmp_path / "new").close()
     found = gather(tmp_path / "new")
     assert found.steps == ()
@@ -622,7 +622,7 @@ def test_an_empty_run_is_a_page_too(tmp_path):
     assert "There are no steps yet." in _text(_report.page(found))
 
 
-def test_runs_in_stores_are_reported(tmp_path):
+def test_reports_runs_in_stores(tmp_path):
     url = "memory://report/run"
     with flaxckpt.Checkpointer(url) as opened:
         for step in (1, 2):
@@ -642,7 +642,7 @@ def event(kind, step=1, time=100.0, **details):
     return steps_event.Event(kind, step, "", time, details)
 
 
-def test_saves_that_did_not_end_well_are_distinguished():
+def test_distinguishes_unsuccessful_saves():
     found = _report.save_history.saves(
         [
             event("started", 1, 10.0),
@@ -704,7 +704,7 @@ trees = st.recursive(
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=40))
-def test_rectangles_of_a_treemap_have_their_areas_and_stay_inside(sizes):
+def test_treemap_rectangles_have_their_areas_and_stay_inside(sizes):
     sizes = sorted(sizes, reverse=True)
     boxes = _report.treemap.squarify(sizes, _report.treemap.Rectangle(0, 0, 300, 200))
     assert len(boxes) == len(sizes)
@@ -747,7 +747,7 @@ def _info(path, size):
 
 @given(st.lists(st.floats(), min_size=1, max_size=9), st.booleans())
 @example([-1.634266486238469e308] * 2, True)
-def test_curves_of_any_numbers_are_json_and_keep_their_ends(values, is_long):
+def test_curves_of_any_numbers_are_json_and_keep_extremes(values, is_long):
     values = values * (500 if is_long else 1)
     series = [
         MetricValue(10**9 + n, value, True, None) for n, value in enumerate(values)
@@ -767,7 +767,7 @@ def test_curves_of_any_numbers_are_json_and_keep_their_ends(values, is_long):
 
 
 @given(names)
-def test_any_text_stays_text(name):
+def test_element_escapes_any_text(name):
     made = util_html.element("p", name, title=name)
     [(tag, given, _)] = Elements(str(made)).found
     assert tag == "p"
@@ -782,7 +782,7 @@ def _text(page):
     return "".join(text for _, _, text in Elements(page).found)
 
 
-def test_the_page_is_well_formed_and_loads_nothing(run):
+def test_page_is_well_formed_and_loads_nothing(run):
     page = _report.page(gather(run, keep=KEEP))
     found = Elements(page).found
     tags = [tag for tag, _, _ in found]
@@ -806,7 +806,7 @@ def test_the_page_is_well_formed_and_loads_nothing(run):
     assert all("scope" in given for given in heads)
 
 
-def test_names_from_a_checkpoint_are_never_markup(tmp_path):
+def test_names_from_checkpoint_are_never_markup(tmp_path):
     bad = "<script>alert(1)</script>\"'&"
     with flaxckpt.Checkpointer(tmp_path / "run") as opened:
         for step in (1, 2):
@@ -822,7 +822,7 @@ def test_names_from_a_checkpoint_are_never_markup(tmp_path):
 
 
 @pytest.mark.slow
-def test_many_steps_and_leaves_are_a_small_page(run):
+def test_page_of_many_steps_and_leaves_stays_small(run):
     small = gather(run, keep=KEEP)
     steps, saves = small.steps, small.saves
     measured = small.metrics["eval/loss"]
@@ -856,7 +856,7 @@ def test_many_steps_and_leaves_are_a_small_page(run):
     assert len(found.with_data("data-step", "data-blocked")) == 200
 
 
-def test_ten_thousand_leaves_are_few_parts(tmp_path):
+def test_groups_ten_thousand_leaves_into_few_parts(tmp_path):
     leaves = {
         f"model/layer_{n // 10}/part_{n % 10}/w": _info(
             f"model/layer_{n // 10}/part_{n % 10}/w", n % 10 + 1
@@ -870,7 +870,7 @@ def test_ten_thousand_leaves_are_few_parts(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_of_the_example_has_every_section(tmp_path):
+def test_example_page_has_every_section(tmp_path):
     run = examples_report.make(tmp_path, first_steps=10, second_steps=30)
     found = gather(run, keep=examples_report.KEEP)
     assert found.notes == {}
@@ -894,7 +894,7 @@ def test_the_page_of_the_example_has_every_section(tmp_path):
 # ---- in notebooks -------------------------------------------------------------------
 
 
-def test_a_checkpointer_shows_a_card_in_notebooks(run):
+def test_checkpointer_shows_card_in_notebooks(run):
     with flaxckpt.Checkpointer(run, keep=KEEP) as opened:
         card = opened._repr_html_()
         reasons = opened.explain()
@@ -908,7 +908,7 @@ def test_a_checkpointer_shows_a_card_in_notebooks(run):
         assert f"{LOSSES[step]:.4g}" in text
 
 
-def test_the_card_in_notebooks_names_the_best_of_each_metric(tmp_path):
+def test_notebook_card_names_best_of_each_metric(tmp_path):
     best = flaxckpt.policies.BestN
     ranked_run(tmp_path / "run", best(2, "loss", "min"), best(1, "accuracy", "max"))
     with flaxckpt.Checkpointer(tmp_path / "run", read_only=True) as opened:
@@ -916,7 +916,7 @@ def test_the_card_in_notebooks_names_the_best_of_each_metric(tmp_path):
     assert "newest 3, best loss 2, best accuracy 3<" in card
 
 
-def test_the_card_of_a_run_that_saves_or_is_gone_is_shown_all_the_same(tmp_path):
+def test_shows_card_during_save_and_after_deletion_of_run(tmp_path):
     opened = flaxckpt.Checkpointer(tmp_path / "run")
     assert "0 steps" in opened._repr_html_()
     handle = opened.save(1, state_at(1))
@@ -926,7 +926,7 @@ def test_the_card_of_a_run_that_saves_or_is_gone_is_shown_all_the_same(tmp_path)
     assert "Checkpointer run" in opened._repr_html_()
 
 
-def test_the_card_of_a_run_whose_metrics_fail_says_so(tmp_path):
+def test_card_reports_failing_metrics(tmp_path):
     def fails():
         raise RuntimeError("<b>no connection</b>")
 
@@ -937,7 +937,7 @@ def test_the_card_of_a_run_whose_metrics_fail_says_so(tmp_path):
     assert "<b>" not in card
 
 
-def test_a_comparison_in_which_all_leaves_changed_counts_no_others(tmp_path):
+def test_fully_changed_comparison_counts_no_other_leaves(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": np.full(3, step)})
@@ -952,7 +952,7 @@ def verdict(report):
     return _report.flight_recorder.judge(report)
 
 
-def test_the_verdict_on_a_healthy_run_names_its_best_step(run, tmp_path):
+def test_verdict_on_healthy_run_names_best_step(run, tmp_path):
     assert verdict(gather(run)) == ("good", "Healthy, best 0.3 at step 50 (eval/loss).")
     found = gather(run, keep=[])
     assert verdict(found).text == "Healthy, last 0.52 at step 80 (eval/loss)."
@@ -960,7 +960,7 @@ def test_the_verdict_on_a_healthy_run_names_its_best_step(run, tmp_path):
     assert verdict(gather(tmp_path / "new")) == ("idle", "No steps yet.")
 
 
-def test_the_verdict_names_damaged_steps_and_the_newest_good_one(run):
+def test_verdict_names_damaged_steps_and_newest_good_one(run):
     damage(run / "70")
     damage(run / "80")
     text = "Two damaged steps, newest {} (damaged: 70, 80)"
@@ -979,7 +979,7 @@ def test_the_verdict_names_damaged_steps_and_the_newest_good_one(run):
     assert verdict(gather(run / "80")).text == "The checkpoint is damaged."
 
 
-def test_the_verdict_counts_restarts_after_which_the_run_saved(run):
+def test_verdict_counts_restarts_followed_by_saves(run):
     assert _report.flight_recorder.find_resumes(gather(run)) == []
     for step in (90, 100):
         with flaxckpt.Checkpointer(run, keep=KEEP) as again:
@@ -995,7 +995,7 @@ def test_the_verdict_counts_restarts_after_which_the_run_saved(run):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_the_verdict_on_a_run_that_diverged(tmp_path, is_kept):
+def test_verdict_reports_divergence(tmp_path, is_kept):
     keep = [BestN(1, "loss", "min")] if is_kept else [LatestN(1)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
         for step, loss in ((1, 0.5), (2, 0.4), (3, np.nan), (4, np.inf)):
@@ -1010,7 +1010,7 @@ def test_the_verdict_on_a_run_that_diverged(tmp_path, is_kept):
     assert _report.flight_recorder.choose_step(found) == wanted
 
 
-def test_a_run_that_diverged_goes_on_from_the_last_finite_step_that_is_left(tmp_path):
+def test_diverged_run_continues_from_last_remaining_finite_step(tmp_path):
     keep = [BestN(1, "loss", "max"), LatestN(2)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
         for step, loss in ((1, 0.5), (2, 0.4), (3, np.nan), (4, np.inf)):
@@ -1029,7 +1029,7 @@ def test_a_run_that_diverged_goes_on_from_the_last_finite_step_that_is_left(tmp_
         ([LatestN(1)], None),
     ],
 )
-def test_the_steps_around_a_divergence_are_compared(tmp_path, keep, wanted):
+def test_compares_steps_around_divergence(tmp_path, keep, wanted):
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
         for step in range(1, 7):
             loss = 1 / step if step < 4 else np.nan
@@ -1041,11 +1041,11 @@ def test_the_steps_around_a_divergence_are_compared(tmp_path, keep, wanted):
     assert _report.flight_recorder.choose_pair(found) == wanted
 
 
-def test_steps_of_a_run_that_did_not_diverge_are_not_special(run):
+def test_compares_no_steps_without_divergence(run):
     assert _report.flight_recorder.choose_pair(gather(run)) is None
 
 
-def test_numbers_of_a_leaf_without_finite_values_are_no_zeros(tmp_path):
+def test_shows_nan_for_leaf_without_finite_values(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(
             run, every_steps=1, statistics=True, check_step=False
@@ -1059,14 +1059,14 @@ def test_numbers_of_a_leaf_without_finite_values_are_no_zeros(tmp_path):
     assert texts["zero"] == ["0", "0", "0", "0", ""]
 
 
-def test_the_verdict_says_that_the_last_save_failed(run):
+def test_verdict_reports_failed_last_save(run):
     found = gather(run)
     lost = found.saves[-1]._replace(outcome="failed", error="no space")
     failed = dataclasses.replace(found, saves=(*found.saves[:-1], lost))
     assert verdict(failed).text.startswith("The last save of step 80 failed; best 0.3")
 
 
-def test_a_report_of_a_thousand_steps_is_small(run):
+def test_report_of_thousand_steps_stays_small(run):
     found = gather(run)
     loss = found.metrics["eval/loss"][0]
     many = dataclasses.replace(

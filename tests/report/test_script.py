@@ -45,7 +45,7 @@ def unfold(opened, section):
     opened.page.click(f"#{section} > details > summary")
 
 
-def test_the_policy_allows_only_the_script_and_the_style_of_the_page(show, report):  # noqa: F811
+def test_csp_allows_only_own_script_and_style(show, report):  # noqa: F811
     opened = show(report)
     found = opened.page.evaluate(
         """() => {
@@ -75,7 +75,7 @@ def point_at_step(opened, step, metric="eval/loss"):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [360, 1280, 1920])
-def test_the_pointer_shows_the_value_of_the_nearest_step_in_all_curves(
+def test_pointer_shows_value_of_nearest_step_in_all_curves(
     show,  # noqa: F811
     report,  # noqa: F811
     width,
@@ -93,7 +93,7 @@ def test_the_pointer_shows_the_value_of_the_nearest_step_in_all_curves(
     assert opened.messages == []
 
 
-def test_a_tap_shows_a_value(browser, report, tmp_path):  # noqa: F811
+def test_tap_shows_value(browser, report, tmp_path):  # noqa: F811
     file = tmp_path / "report.html"
     file.write_text(_report.page(report), encoding="utf-8")
     context = browser.new_context(
@@ -106,7 +106,7 @@ def test_a_tap_shows_a_value(browser, report, tmp_path):  # noqa: F811
     context.close()
 
 
-def test_marks_of_other_pictures_show_their_texts(show, report):  # noqa: F811
+def test_marks_of_other_charts_show_their_texts(show, report):  # noqa: F811
     opened = show(report)
     width = opened.page.eval_on_selector("canvas.lanes", "each => each.clientWidth")
     last = 1 - 19 / width  # the margin at the right, and a pixel
@@ -126,7 +126,7 @@ def test_marks_of_other_pictures_show_their_texts(show, report):  # noqa: F811
     assert opened.page.query_selector("#sizes .wide g[data-path] > title") is not None
 
 
-def test_arrow_keys_move_the_cursor(show, report):  # noqa: F811
+def test_arrow_keys_move_cursor(show, report):  # noqa: F811
     opened = show(report)
     opened.page.focus(f"{LOSS} .u-over")
     seen = []
@@ -145,7 +145,7 @@ def shown_steps(opened):
     return {int(row.get_attribute("data-step")) for row in rows}, said
 
 
-def test_a_part_of_the_steps_is_shown_everywhere(show, report):  # noqa: F811
+def test_selected_step_range_applies_everywhere(show, report):  # noqa: F811
     opened = show(report)
     mouse = opened.page.mouse
     box = opened.page.locator(f"{LOSS} .u-over").bounding_box()
@@ -183,7 +183,7 @@ def drag(opened, selector, start, end):
     opened.page.mouse.up()
 
 
-def test_a_zoom_leaves_no_reading_of_the_step_that_was_there_before(show, report):  # noqa: F811
+def test_zoom_clears_reading_of_previous_step(show, report):  # noqa: F811
     opened = show(report)
     drag(opened, f"{LOSS} .u-over", 0.4, 0.8)
     assert shown_steps(opened)[1] == "steps 40 to 70"
@@ -202,7 +202,7 @@ def test_a_zoom_leaves_no_reading_of_the_step_that_was_there_before(show, report
     assert opened.messages == []
 
 
-def test_what_is_shown_is_in_the_address(show, report):  # noqa: F811
+def test_url_reflects_selection(show, report):  # noqa: F811
     opened = show(report)
     page, start = opened.page, opened.page.url
     drag(opened, f"{LOSS} .u-over", 0.4, 0.8)
@@ -236,7 +236,7 @@ def test_what_is_shown_is_in_the_address(show, report):  # noqa: F811
         ("#steps=a-b", "all steps", "Step 80"),
     ],
 )
-def test_a_link_to_a_part_of_the_steps_opens_it(
+def test_link_opens_selected_step_range(
     show,  # noqa: F811
     report,  # noqa: F811
     fragment,
@@ -255,7 +255,7 @@ def pixels(opened, selector):
     return opened.page.eval_on_selector(selector, "each => each.toDataURL()")
 
 
-def test_the_log_axis_and_smoothing_draw_another_curve(show, report):  # noqa: F811
+def test_log_axis_and_smoothing_redraw_curve(show, report):  # noqa: F811
     opened = show(report)
     canvas = f"{LOSS} canvas"
     seen = [pixels(opened, canvas)]
@@ -271,7 +271,7 @@ def test_the_log_axis_and_smoothing_draw_another_curve(show, report):  # noqa: F
     assert opened.messages == []
 
 
-def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
+def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
     opened = show(report)
     opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
 
@@ -297,7 +297,7 @@ def test_the_actions_are_about_the_chosen_step(show, report):  # noqa: F811
     assert usable.all_text_contents() == ["Save this page"]
 
 
-def test_the_keys_name_all_signs_and_lines(show, report):  # noqa: F811
+def test_legends_name_all_signs_and_lines(show, report):  # noqa: F811
     opened = show(report)
     key = opened.texts("[data-draw=track] .legend li")
     assert key[:3] == ["●the best", "●kept", "●deleted since"]
@@ -315,14 +315,14 @@ def test_the_keys_name_all_signs_and_lines(show, report):  # noqa: F811
     assert len(set(lines.evaluate_all(drawn))) == 2
 
 
-def test_the_key_has_the_events_of_the_run_only(show, diverged):  # noqa: F811
+def test_legend_lists_only_events_of_run(show, diverged):  # noqa: F811
     opened = show(diverged)
     key = opened.texts("[data-draw=track] .legend li")
     assert "‼not finite from here on" in key
     assert not any(sign in "".join(key) for sign in "▲■◆▼△")
 
 
-def test_the_lanes_are_read_by_keys(show, report):  # noqa: F811
+def test_keyboard_navigates_lanes(show, report):  # noqa: F811
     opened = show(report)
     lanes = opened.page.locator("canvas.lanes")
     lanes.press("Home")
@@ -358,7 +358,7 @@ def diverged(tmp_path_factory):
     return _report.gather(root, _report.ReportOptions())
 
 
-def test_a_run_that_diverged_says_where_and_how_to_go_on(show, diverged):  # noqa: F811
+def test_diverged_run_shows_where_and_how_to_continue(show, diverged):  # noqa: F811
     opened = show(diverged)
     [verdict] = opened.texts(".verdict")
     text = (
@@ -369,7 +369,7 @@ def test_a_run_that_diverged_says_where_and_how_to_go_on(show, diverged):  # noq
     assert opened.messages == []
 
 
-def test_the_layer_that_diverged_first_is_seen_and_unfolded(show, diverged):  # noqa: F811
+def test_shows_and_unfolds_layer_diverging_first(show, diverged):  # noqa: F811
     opened = show(diverged)
     assert opened.texts(".layer") == ["a", "b"], "all others begin the same"
     axis = opened.page.locator(".drawn.layers > canvas")
@@ -400,7 +400,7 @@ def test_the_layer_that_diverged_first_is_seen_and_unfolded(show, diverged):  # 
     assert opened.messages == []
 
 
-def test_columns_are_sorted_by_their_values(show, report):  # noqa: F811
+def test_sorts_columns_by_values(show, report):  # noqa: F811
     opened = show(report)
 
     def steps():
@@ -425,13 +425,13 @@ def test_columns_are_sorted_by_their_values(show, report):  # noqa: F811
     assert heads == ["durable in"]
 
 
-def test_a_row_of_a_step_shows_it_in_the_curves(show, report):  # noqa: F811
+def test_hovering_step_row_shows_step_in_curves(show, report):  # noqa: F811
     opened = show(report)
     point_at(opened, "#steps tbody tr[data-step='40'] th", 0.5)
     assert opened.texts(f"{LOSS} output") == ["step 40: 0.6, kept"]
 
 
-def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
+def test_searches_and_folds_leaves(show, report):  # noqa: F811
     opened = show(report)
 
     def leaves():
@@ -454,7 +454,7 @@ def test_leaves_are_searched_and_folded(show, report):  # noqa: F811
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [360, 390, 800, 1280, 1920])
-def test_nothing_moves_while_values_are_read(show, report, width):  # noqa: F811
+def test_layout_stays_still_while_reading_values(show, report, width):  # noqa: F811
     page = show(report, width=width).page
     tops = """() => [...document.querySelectorAll('[data-metric] .u-over, section')]
         .map(each => each.getBoundingClientRect().top + scrollY)"""
@@ -468,7 +468,7 @@ def test_nothing_moves_while_values_are_read(show, report, width):  # noqa: F811
     assert page.locator(f"{LOSS} .facts").is_visible()
 
 
-def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
+def test_searches_rows_of_long_table(show, report):  # noqa: F811
     step = report.history[-1]
     many = tuple(dataclasses.replace(step, step=n) for n in range(300))
     opened = show(dataclasses.replace(report, history=many))
@@ -479,7 +479,7 @@ def test_rows_of_a_long_table_are_searched(show, report):  # noqa: F811
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_long_table_shows_that_it_has_more_rows(show, report, width):  # noqa: F811
+def test_long_table_indicates_more_rows(show, report, width):  # noqa: F811
     many = tuple(SavedStep(n, deleted=math.nan, reason="x") for n in range(40))
     opened = show(dataclasses.replace(report, history=many, steps=()), width=width)
     box = opened.page.locator("#steps .scroll")
@@ -498,7 +498,7 @@ def test_a_long_table_shows_that_it_has_more_rows(show, report, width):  # noqa:
     assert opened.messages == []
 
 
-def test_a_short_table_has_no_button(show, report):  # noqa: F811
+def test_short_table_has_no_button(show, report):  # noqa: F811
     page = show(report).page
     assert page.locator("#steps tbody tr").count() == len(LOSSES)
     assert page.locator("[data-action=expand]").count() == 0
@@ -507,7 +507,7 @@ def test_a_short_table_has_no_button(show, report):  # noqa: F811
     assert whole == shown
 
 
-def test_a_search_finds_whole_numbers_and_no_folded_texts(show, report):  # noqa: F811
+def test_search_finds_whole_numbers_and_skips_folded_texts(show, report):  # noqa: F811
     many = tuple(
         SavedStep(n, deleted=math.nan, reason="no policy keeps it")
         for n in range(0, 1100, 10)
@@ -538,7 +538,7 @@ def test_sections_fold_and_links_unfold_them(show, report):  # noqa: F811
     assert visible(opened, "#saves .u-over") == []
 
 
-def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
+def test_best_card_links_to_its_row(show, report):  # noqa: F811
     opened = show(report)
     opened.page.click("#steps > details > summary")
     assert visible(opened, "#step-50") == []
@@ -550,7 +550,7 @@ def test_the_card_of_the_best_step_leads_to_its_row(show, report):  # noqa: F811
     assert opened.page.query_selector("tr:target") is not None
 
 
-def test_fragments_that_are_inserted_later_are_alive(show, report):  # noqa: F811
+def test_fragments_inserted_later_are_interactive(show, report):  # noqa: F811
     opened = show(report)
     opened.page.evaluate(
         """() => {
@@ -566,7 +566,7 @@ def test_fragments_that_are_inserted_later_are_alive(show, report):  # noqa: F81
     assert opened.messages == []
 
 
-def test_without_script_everything_is_there(browser, report, tmp_path):  # noqa: F811
+def test_page_is_complete_without_script(browser, report, tmp_path):  # noqa: F811
     file = tmp_path / "report.html"
     file.write_text(_report.page(report), encoding="utf-8")
     context = browser.new_context(java_script_enabled=False)
@@ -599,7 +599,7 @@ def test_hostile_names_stay_text_in_tips(show, tmp_path):  # noqa: F811
     assert opened.messages == []
 
 
-def test_one_curve_of_many_values_is_pointed_at_exactly(show, report):  # noqa: F811
+def test_pointer_is_exact_on_curve_of_many_values(show, report):  # noqa: F811
     rng = np.random.default_rng(0)
     first = report.metrics["eval/loss"][0]
     values = tuple(
@@ -612,7 +612,7 @@ def test_one_curve_of_many_values_is_pointed_at_exactly(show, report):  # noqa: 
         assert f"step {100 * n:,}: {values[n].value:.6g}" in tip(opened)
 
 
-def test_the_scripts_are_small_and_plain():
+def test_scripts_are_small_and_plain():
     script = _report.assets.script()
     assert len(script.encode()) < 105_000, "uPlot is half of it"
     banned = r"innerHTML|outerHTML|insertAdjacent|eval\(|Function\(|fetch\(|XMLHttp"

@@ -129,12 +129,12 @@ def test_functions_name_the_type_of_an_invalid_path(here, path):
         "timeout_secs must be a number, got nan",
     ),
 )
-def test_states_leaves_and_times(here, call, says):
+def test_rejects_invalid_states_leaves_and_times(here, call, says):
     assert says in told(call)
 
 
 @pytest.mark.parametrize("layout", [{"store": "files"}, "files", flaxckpt.ArrayLayout])
-def test_a_layout_is_asked_for_wherever_there_is_one(here, layout):
+def test_rejects_invalid_layout_everywhere(here, layout):
     for call in (
         lambda: flaxckpt.save("x", STATE, layout=layout),
         lambda: flaxckpt.save_async("x", STATE, layout=layout),
@@ -162,7 +162,7 @@ def test_a_layout_is_asked_for_wherever_there_is_one(here, layout):
         ([None], "contains None"),
     ],
 )
-def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
+def test_rejects_invalid_transforms_everywhere(here, transforms, says):
     for call in (
         lambda: flaxckpt.save("x", STATE, transforms=transforms),
         lambda: flaxckpt.load("one", transforms=transforms),
@@ -192,7 +192,7 @@ def test_transforms_are_a_list_wherever_there_are_some(here, transforms, says):
         "contains the class LatestN instead of an instance",
     ),
 )
-def test_options_of_a_checkpointer(here, call, says):
+def test_rejects_invalid_checkpointer_options(here, call, says):
     assert says in told(call)
     assert not (here / "n").exists()
 
@@ -209,7 +209,7 @@ def test_options_of_a_checkpointer(here, call, says):
         "poll_secs must be 0 or more, got -1",
     ),
 )
-def test_methods_of_a_checkpointer(here, call, says):
+def test_checkpointer_methods_reject_invalid_arguments(here, call, says):
     with Checkpointer("run") as run:
         assert says in told(lambda: call(run))
 
@@ -238,7 +238,7 @@ def test_methods_of_a_checkpointer(here, call, says):
         "step_fn must be a function of a state and a batch, got 3",
     ),
 )
-def test_options_of_a_callback(here, call, says):
+def test_rejects_invalid_callback_options(here, call, says):
     with Checkpointer("run") as run:
         assert says in told(lambda: call(run))
 
@@ -271,17 +271,17 @@ MESH = jax.make_mesh((1,), ("x",))
     axis_bool=(lambda: flaxckpt.ArrayLayout(shard_axes=True), "got True"),
     by_place=(lambda: flaxckpt.ArrayLayout("files"), "chunk_bytes must be a whole"),
 )
-def test_layouts_meshes_and_stores(call, says):
+def test_rejects_invalid_layout_mesh_and_store_options(call, says):
     assert says in told(call)
 
 
 @pytest.mark.parametrize(("call", "says"), MISTAKES)
-def test_transforms(call, says):
+def test_rejects_invalid_transform_arguments(call, says):
     assert says in told(call)
 
 
 @pytest.mark.parametrize("made_of", [None, 3, jnp.ones(3)])
-def test_a_function_of_a_tree_returns_one(here, made_of):
+def test_from_function_must_return_tree(here, made_of):
     change = tf.from_function(lambda tree: made_of)
     says = told(lambda: flaxckpt.load("one", transforms=[change]))
     assert "must return the state as nested dicts, got" in says
@@ -311,7 +311,7 @@ def test_a_function_of_a_tree_returns_one(here, made_of):
         "keep[0] must be a policy, found the class LatestN",
     ),
 )
-def test_policies_datasets_and_configs(call, says):
+def test_rejects_invalid_policies_datasets_and_configs(call, says):
     assert says in told(call)
 
 

@@ -55,7 +55,7 @@ def test_run_records_machine_software_and_date(run):
 
 
 @pytest.mark.slow
-def test_a_run_has_as_many_samples_as_rounds_and_their_medians(run):
+def test_run_records_sample_per_round_and_median(run):
     data, _ = run
     rows = {
         (row["case"], row["figure"], row["contender"]): row for row in data["results"]
@@ -70,7 +70,7 @@ def test_a_run_has_as_many_samples_as_rounds_and_their_medians(run):
 
 
 @pytest.mark.slow
-def test_a_run_measures_all_that_a_target_holds_against_flaxckpt(run):
+def test_run_measures_all_targets_of_flaxckpt(run):
     data, _ = run
     found = {
         (row["case"], row["figure"])
@@ -97,7 +97,7 @@ def test_run_records_skipped_cases_and_leaves_no_files(run):
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_fresh_process(tmp_path):
+def test_memory_benchmark_measures_save_and_restore(tmp_path):
     if not memory.STATUS.exists():
         pytest.skip(f"needs {memory.STATUS}")
     path = tmp_path / "run.json"
@@ -109,7 +109,7 @@ def test_memory_is_that_of_a_fresh_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_picture_is_drawn_of_a_run(run, tmp_path):
+def test_draws_picture_of_run(run, tmp_path):
     picture = pytest.importorskip("benchmarks.picture", exc_type=ImportError)
     data, _ = run
     picture.draw(data, tmp_path / "run.svg")
@@ -117,7 +117,7 @@ def test_a_picture_is_drawn_of_a_run(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_accelerator_is_measured_beside_the_copies_from_it(tmp_path):
+def test_measures_accelerator_and_copies_from_it(tmp_path):
     names = ("flaxckpt", "flaxckpt device", "flaxckpt device pageable")
     settings = Settings(tmp_path, rounds=1, quick=True, contenders=names)
     found = collect(gpu.measure(settings, jax.devices()[-1]))
@@ -146,7 +146,7 @@ def test_an_accelerator_is_measured_beside_the_copies_from_it(tmp_path):
         (SECONDS, [], [], None, None),
     ],
 )
-def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
+def test_medians_decide_whether_target_is_met(target, ours, theirs, value, is_met):
     results = collect(
         [
             *(Sample(OURS, seconds) for seconds in ours),
@@ -158,7 +158,7 @@ def test_a_target_is_met_by_medians(target, ours, theirs, value, is_met):
     assert verdict.is_met is is_met
 
 
-def test_targets_name_cases_and_contenders_that_there_are():
+def test_targets_name_existing_cases_and_contenders():
     others = {"its dependencies", "safetensors.flax", gpu.PINNED, gpu.NO_SAVES}
     others |= {"flaxckpt converted", "flaxckpt safetensors"}
     others |= {buckets.FLAXCKPT, buckets.BOTO3, buckets.SOCKETS, *processes.JOBS}
@@ -168,14 +168,14 @@ def test_targets_name_cases_and_contenders_that_there_are():
             assert series.contender in {*CONTENDERS, *others}
 
 
-def test_results_keep_the_order_of_their_samples():
+def test_results_keep_sample_order():
     assert collect([Sample(OURS, 3.0), Sample(THEIRS, 1.0), Sample(OURS, 2.0)]) == {
         OURS: Result((3.0, 2.0), "s"),
         THEIRS: Result((1.0,), "s"),
     }
 
 
-def test_every_contender_is_first_in_turn_and_the_warm_up_does_not_count():
+def test_contenders_take_turns_and_warm_up_is_not_timed():
     turns = list(timing.turns(["a", "b", "c"], 3))
     rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(rounds) == 4
@@ -195,7 +195,7 @@ def test_every_contender_is_first_in_turn_and_the_warm_up_does_not_count():
         {"a": [-0.0, 1.0], "b": jnp.array(2)},
     ],
 )
-def test_a_contender_that_restores_something_else_is_not_measured(restored):
+def test_check_rejects_wrongly_restored_state(restored):
     saved = {"a": jnp.array([-0.0, 1.0]), "b": jnp.array(2)}
     states.check_equal(saved, saved)
     with pytest.raises(ValueError, match=r"differs|came back|restored"):

@@ -8,7 +8,7 @@ from benchmarks import reliability
 
 
 @pytest.mark.slow
-def test_all_that_needs_no_root_runs_and_loses_nothing(tmp_path):
+def test_rootless_reliability_cases_lose_nothing(tmp_path):
     path = tmp_path / "results.json"
     reliability.main(
         [

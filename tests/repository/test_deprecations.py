@@ -71,7 +71,7 @@ def test_each_warning_names_its_releases():
         ("a is deprecated since 0.1, and may go in 0.2: write b", "is due"),
     ],
 )
-def test_the_rule_finds_each_fault(text, fault):
+def test_finds_each_fault_in_deprecation_warnings(text, fault):
     code = f"warnings.warn({text!r}, DeprecationWarning, stacklevel=2)"
     [found] = map(find_fault, warnings_in(code))
     assert found is None if fault is None else fault in found

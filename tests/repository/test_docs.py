@@ -157,7 +157,7 @@ def test_every_block_runs(document, tmp_path, monkeypatch):
             printed = "".join(run(command) for command in commands(block.code))
 
 
-def test_the_recipes_run_again_as_one_file(tmp_path, monkeypatch):
+def test_recipes_run_again_as_one_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
     python = [block.code for block in blocks(text) if block.language == "python"]
@@ -169,7 +169,7 @@ def test_the_recipes_run_again_as_one_file(tmp_path, monkeypatch):
     assert flaxckpt.Checkpointer("finetuned").steps() == [1, 2]  # it has resumed
 
 
-def test_the_readme_is_short_and_begins_with_reasons_and_python():
+def test_readme_is_short_and_starts_with_reasons_and_python():
     before, python, _ = README.partition("```python")
     assert python
     assert before.count("\n") < 25
@@ -177,7 +177,7 @@ def test_the_readme_is_short_and_begins_with_reasons_and_python():
     assert README.count("\n") <= 150
 
 
-def test_lines_of_orbax_and_ours_beside_them_do_the_same(tmp_path):
+def test_readme_lines_match_orbax_lines_beside_them(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     header, _, *rows = table_of(README, "with Orbax")
     assert len(rows) == 10
@@ -211,7 +211,7 @@ def table_of(text, first):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_the_files_in_the_document_of_the_command_are_those_it_is_run_with(tmp_path):
+def test_files_in_cli_document_match_those_used(tmp_path):
     documented_runs.make(tmp_path)
     shown = blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"))
     files = {block.language: block.code.strip() for block in shown}
@@ -251,7 +251,7 @@ def test_every_block_has_a_known_language_and_reasons_for_skips(document):
 
 
 @pytest.mark.parametrize("document", README_AND_GUIDES, ids=lambda file: file.stem)
-def test_titles_of_folds_are_html_and_no_headings_are_folded(document):
+def test_fold_titles_are_html_and_hide_no_headings(document):
     """Neither GitHub nor the site reads Markdown in a title."""
     text = document.read_text(encoding="utf-8")
     titles = re.findall(r"<summary>(.*?)</summary>", text)
@@ -261,7 +261,7 @@ def test_titles_of_folds_are_html_and_no_headings_are_folded(document):
     assert [fold for fold in folds if re.search(r"^##+ ", fold, re.MULTILINE)] == []
 
 
-def test_blocks_are_found_with_their_lines():
+def test_finds_blocks_with_their_lines():
     text = """\
 # Title
 ```python
@@ -303,7 +303,7 @@ def test_is_printed_detects_other_output():
     assert not is_printed(wanted, "a step 1\n1 steps, 7 kB\n")
 
 
-def test_the_glossary_has_the_concepts_of_the_architecture():
+def test_glossary_has_concepts_of_architecture():
     architecture = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     concepts = architecture.partition("## Concepts")[2].partition("\n## ")[0]
     glossary = terms((ROOT / "docs/glossary.md").read_text(encoding="utf-8"))
@@ -311,7 +311,7 @@ def test_the_glossary_has_the_concepts_of_the_architecture():
     assert terms(concepts) <= glossary
 
 
-def test_decisions_have_context_decision_and_cost_and_are_listed():
+def test_decisions_have_all_sections_and_are_listed():
     directory = ROOT / "docs/decisions"
     index = (directory / "index.md").read_text(encoding="utf-8")
     records = sorted(file for file in directory.glob("*.md") if file.name != "index.md")
@@ -328,14 +328,14 @@ def terms(text):
     return {term.strip().lower() for cell in cells for term in cell.split(",")}
 
 
-def test_figures_of_the_readme_are_those_that_were_measured():
+def test_readme_figures_match_measurements():
     measured = compared("docs/benchmarks.md") | compared("docs/reliability.md")
     told = compared("README.md")
     assert len(told) >= 10
     assert told.items() <= measured.items()
 
 
-def test_the_recording_has_the_commands_of_its_program():
+def test_recording_shows_commands_of_its_program():
     program = runpy.run_path(str(ROOT / "docs/record.py"))
     picture = ElementTree.parse(ROOT / "docs/recording.svg").getroot()
     texts = "".join(text.text for text in picture.iter(f"{SVG}text"))
@@ -358,7 +358,7 @@ def compared(document):
     return found
 
 
-def test_the_table_of_transforms_has_them_all():
+def test_transforms_table_is_complete():
     text = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
     rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
     named = set(re.findall(r"`(\w+)\(", " ".join(rows)))

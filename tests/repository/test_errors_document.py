@@ -39,7 +39,7 @@ def test_every_error_has_a_section():
     [(f, *e) for f, e in zip(RAISING, EXAMPLES, strict=True)],
     ids=[function.__name__ for function in RAISING],
 )
-def test_every_example_is_really_raised(
+def test_every_example_is_raised(
     raises, section, message, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_every_example_is_really_raised(
     assert is_printed(message, str(caught.value)), str(caught.value)
 
 
-def test_other_messages_are_in_the_source():
+def test_other_messages_exist_in_source():
     texts = "\n".join(
         text.replace("\n", " ")
         for file in (ROOT / "flaxckpt").rglob("*.py")

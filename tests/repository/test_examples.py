@@ -70,7 +70,7 @@ def whole_run(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "found"), [(1, None), (5, 4)])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(
+def test_interrupted_run_matches_uninterrupted_run(
     whole_run, steps, found, tmp_path, monkeypatch, capsys
 ):
     example, config, whole_state, whole_metrics = whole_run
@@ -86,7 +86,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     assert bits(state) == bits(whole_state)
 
 
-def test_a_finished_run_started_again_takes_no_step(whole_run, monkeypatch):
+def test_restarted_finished_run_takes_no_step(whole_run, monkeypatch):
     example, config, whole_state, whole_metrics = whole_run
     interrupt_after(0, example, monkeypatch)
     state, metrics = example.main(config)
@@ -95,7 +95,7 @@ def test_a_finished_run_started_again_takes_no_step(whole_run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_can_be_prolonged(tmp_path):
+def test_run_can_be_extended(tmp_path):
     example, configs = load("digits_nnx")
     config = configs.tiny()
     config.workdir = str(tmp_path / "whole")
@@ -110,7 +110,7 @@ def test_a_run_can_be_prolonged(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_digits_are_learned(tmp_path):
+def test_learns_digits(tmp_path):
     example, configs = load("digits_nnx")
     config = configs.get_config()
     config.workdir = str(tmp_path)
@@ -118,7 +118,7 @@ def test_the_digits_are_learned(tmp_path):
     assert metrics["accuracy"] >= 0.97
 
 
-def test_no_training_topic_repeats_a_validation_topic():
+def test_training_text_hardly_repeats_validation_text():
     example, _ = load("char_lm")
     corpus = example.load_corpus(context=64)
 
@@ -141,7 +141,7 @@ def fine_tuning(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
+def test_fine_tuning_beats_training_from_scratch(fine_tuning):
     _, config, losses = fine_tuning
     assert losses["finetuned"] < losses["scratch"] - 0.05
     [origin] = flaxckpt.metadata(Path(config.workdir, "finetuned")).lineage
@@ -151,9 +151,7 @@ def test_fine_tuning_is_better_than_training_from_scratch(fine_tuning):
 
 
 @pytest.mark.slow
-def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
-    fine_tuning, tmp_path, monkeypatch
-):
+def test_fine_tuning_resumes_without_source(fine_tuning, tmp_path, monkeypatch):
     example, config, _ = fine_tuning
     shutil.copytree(config.workdir, tmp_path / "run")
     before = flaxckpt.metadata(tmp_path / "run/finetuned")
@@ -189,7 +187,7 @@ def test_fine_tuning_goes_on_from_its_own_step_without_the_source(
 
 
 @pytest.mark.slow
-def test_the_demo_finds_equal_runs_whether_it_starts_or_goes_on(tmp_path, capsys):
+def test_demo_finds_equal_runs_on_start_and_resume(tmp_path, capsys):
     demo = importlib.import_module("examples.demo")
     config = load("char_lm")[1].tiny()
     config.update(total_steps=24, eval_every=4, checkpoint={"every_steps": 4})
@@ -208,7 +206,7 @@ def test_the_demo_finds_equal_runs_whether_it_starts_or_goes_on(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_the_demo_kills_in_saves_only(tmp_path):
+def test_demo_kills_only_during_saves(tmp_path):
     demo = importlib.import_module("examples.demo")
     for name in (
         *("500", "500.orbax-checkpoint-tmp-deleted-01234567"),
@@ -225,7 +223,7 @@ def test_the_demo_kills_in_saves_only(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
+def test_demo_fails_if_runs_differ(tmp_path, capsys):
     demo = importlib.import_module("examples.demo")
     example, configs = load("digits_nnx")
     for seed, name in enumerate(["killed", "twin"]):
@@ -239,7 +237,7 @@ def test_the_demo_fails_if_the_runs_differ(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_four_processes_resume_the_run_of_two(tmp_path):
+def test_four_processes_resume_run_of_two(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", "examples.multiprocess", str(tmp_path / "run")],
@@ -259,7 +257,7 @@ def test_four_processes_resume_the_run_of_two(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_three_processes_go_on_without_the_machine_of_the_fourth(tmp_path):
+def test_three_processes_continue_without_fourth_machine(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-m", "examples.lost_machine", str(tmp_path)],
@@ -280,7 +278,7 @@ def test_three_processes_go_on_without_the_machine_of_the_fourth(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_hugging_face_is_trained_on_eight_devices_and_given_back(tmp_path):
+def test_trains_and_exports_hugging_face_model_on_eight_devices(tmp_path):
     def run():
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         ended = subprocess.run(

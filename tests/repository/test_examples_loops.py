@@ -40,14 +40,14 @@ def run(name):
         ["bare", "clu_hooks"],
     ),
 )
-def test_a_loop_that_was_lost_ends_as_one_that_was_not(name):
+def test_interrupted_loop_matches_uninterrupted_loop(name):
     assert run(name).endswith(
         "The resumed run equals the uninterrupted run, bit for bit.\n"
     )
 
 
 @pytest.mark.slow
-def test_an_evaluation_finds_the_best_of_another_jobs_steps():
+def test_evaluation_finds_best_step_of_other_job():
     printed = run("evaluation")
     losses = {
         int(step): float(loss)
@@ -57,7 +57,7 @@ def test_an_evaluation_finds_the_best_of_another_jobs_steps():
     assert f"{min(losses, key=losses.get)} is the best" in printed
 
 
-def test_each_loop_is_tried_out_here():
+def test_every_loop_is_tested_here():
     names = {file.stem for file in (ROOT / "examples/loops").glob("*.py")}
     source = Path(__file__).read_text(encoding="utf-8")
     assert all(f'"{name}"' in source for name in names - ELSEWHERE)

@@ -63,16 +63,16 @@ def test_type_checkers_see_all_lazily_imported_names():
         assert getattr(module, name) is getattr(flaxckpt, name)
 
 
-def test_import_waits_with_jax_until_it_is_needed(fresh):
+def test_import_defers_jax(fresh):
     assert {"jax", "flax", "tensorstore", "click"}.isdisjoint(fresh["at_first"])
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_missing_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'sav'"):
         _ = flaxckpt.sav
 
 
-def test_import_pulls_in_no_other_framework(fresh):
+def test_import_loads_no_other_framework(fresh):
     assert NOT_IMPORTED.isdisjoint(fresh["modules"])
 
 
@@ -86,7 +86,7 @@ def test_every_public_callable_has_a_docstring():
     assert not missing
 
 
-def test_no_private_class_is_named_where_python_names_a_method():
+def test_method_names_contain_no_private_class():
     wrong = []
     for where, found in public_callables():
         if not inspect.isfunction(found) or "." not in where:
@@ -98,7 +98,7 @@ def test_no_private_class_is_named_where_python_names_a_method():
     assert not wrong
 
 
-def test_pythons_own_errors_name_the_public_class(tmp_path):
+def test_type_errors_name_public_class(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for call in (ckpt.best_step, ckpt.pin, ckpt.save, lambda: ckpt.prune(1)):
             with pytest.raises(TypeError, match=r"^Checkpointer\.\w+\(\) "):

@@ -23,7 +23,7 @@ QUICK = ("msgpack", "own")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
-def test_inputs_that_have_changed_are_read_or_refused(name, tmp_path):
+def test_changed_inputs_are_read_or_rejected(name, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
     process = subprocess.run(
         [
@@ -48,7 +48,7 @@ QUICK = ("msgpack", "own")
 
 
 @pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
-def test_there_are_inputs_to_begin_with_and_they_are_small(name):
+def test_seed_inputs_exist_and_are_small(name):
     seeds = targets.seeds(name)
     assert seeds
     assert max(map(len, seeds)) < 16_384

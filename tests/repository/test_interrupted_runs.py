@@ -35,7 +35,7 @@ def test_waits(tmp_path):
     ("number", "workers"),
     [(signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGKILL, 0)],
 )
-def test_children_and_servers_end_with_the_run(tmp_path, number, workers):
+def test_children_and_servers_end_with_run(tmp_path, number, workers):
     (tmp_path / "test_waits.py").write_text(WAITS)
     inherited = {k: v for k, v in os.environ.items() if k != run_guard.MARK}
     options = ["-p", "conftest", "-p", "no:cacheprovider", f"-n{workers}"]

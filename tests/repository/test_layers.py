@@ -153,7 +153,7 @@ def test_modules_import_only_from_lower_rows():
 
 
 @pytest.mark.parametrize("package", sorted(ROW))
-def test_no_circle_inside_a_package(package):
+def test_packages_have_no_import_cycles(package):
     inside = [module for module in INNER if top(module) == package]
     graph = {
         module: {
@@ -213,7 +213,7 @@ def used(module: str) -> Iterator[Import]:
             yield Import(f"flaxckpt.{found.name}", found.line)
 
 
-def test_modules_use_only_names_that_packages_hand_on():
+def test_modules_use_only_names_exported_by_packages():
     wrong = [
         f"{module}, line {found.line}: {found.name}"
         for module in INNER
@@ -223,7 +223,7 @@ def test_modules_use_only_names_that_packages_hand_on():
     assert not wrong, "modules that their packages do not hand on"
 
 
-def test_doors_hand_on_few_modules():
+def test_private_packages_export_few_modules():
     private = [name for name in ROW if name.startswith("_") and name in PACKAGES]
     counts = {name: len(handed_on(name)) for name in private}
     assert max(counts.values()) <= 16, counts
@@ -232,7 +232,7 @@ def test_doors_hand_on_few_modules():
 PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
 
 
-def test_heavy_packages_are_imported_through_their_doors():
+def test_only_doors_import_heavy_packages():
     wrong = [
         f"{module}, line {found.line}: {found.name}"
         for module in MODULES
@@ -243,7 +243,7 @@ def test_heavy_packages_are_imported_through_their_doors():
     assert not wrong, "modules that are no door to these packages"
 
 
-def test_only_one_module_reaches_into_private_jax():
+def test_only_one_module_uses_private_jax():
     wrong = [
         f"{module}, line {found.line}: {found.name}"
         for module in MODULES
@@ -273,7 +273,7 @@ def is_private_jax(name: str) -> bool:
     )
 
 
-def test_the_rules_hold_for_modules_that_need_not_exist():
+def test_rules_accept_and_reject_sample_imports():
     assert import_is_fine("_checkpoint.save", "_state.tree")
     assert import_is_fine("_formats.t5x", "_storage.files")
     assert import_is_fine("_state.tree", "_state.leaf")
@@ -289,7 +289,7 @@ def test_the_rules_hold_for_modules_that_need_not_exist():
     assert not is_private_jax("jax.experimental.multihost_utils")
 
 
-def test_imports_are_found_wherever_they_stand():
+def test_finds_imports_anywhere():
     tree = syntax.parse(
         "if TYPE_CHECKING:\n    import a\ndef f():\n    from b.c import d, e as g\n"
     )

@@ -145,19 +145,19 @@ def parameters(*functions: object) -> set[str]:
     return names - {"self", "kwargs", "args"}
 
 
-def test_every_method_of_the_manager_is_there():
+def test_lists_every_method_of_manager():
     methods, constructor = tables("orbax.md", "Every method of `CheckpointManager`")
     assert listed(methods) == public(ocp.CheckpointManager)
     assert listed(constructor) == parameters(ocp.CheckpointManager.__init__)
 
 
-def test_every_option_of_the_manager_is_there():
+def test_lists_every_option_of_manager():
     [table] = tables("orbax.md", "Every option of `CheckpointManagerOptions`")
     options = dataclasses.fields(ocp.CheckpointManagerOptions)
     assert listed(table) == {option.name for option in options}
 
 
-def test_every_field_of_the_smaller_options_of_orbax_is_there():
+def test_lists_every_field_of_smaller_orbax_options():
     [table] = tables("orbax.md", "Every field of the other options")
     names = (
         "AsyncOptions",
@@ -168,7 +168,7 @@ def test_every_field_of_the_smaller_options_of_orbax_is_there():
     assert listed(table) == fields(ocp.options, *names)
 
 
-def test_every_policy_of_orbax_is_there():
+def test_lists_every_orbax_policy():
     [table] = tables("orbax.md", "Every policy")
     homes = [
         managers,
@@ -183,7 +183,7 @@ def test_every_policy_of_orbax_is_there():
     }
 
 
-def test_every_method_and_argument_of_orbax_checkpointers_is_there():
+def test_lists_every_method_and_argument_of_orbax_checkpointers():
     methods, handlers = tables("orbax.md", "Checkpointers")
     kinds = {
         ocp.StandardCheckpointer,
@@ -201,12 +201,12 @@ def test_every_method_and_argument_of_orbax_checkpointers_is_there():
     )
 
 
-def test_everything_in_args_of_orbax_is_there():
+def test_lists_everything_in_orbax_args():
     [table] = tables("orbax.md", "Items")
     assert listed(table) - {"grain.checkpoint.CheckpointSave"} == public(ocp.args)
 
 
-def test_every_way_to_restore_in_part_is_there():
+def test_lists_every_way_to_restore_in_part():
     [arguments, utils] = tables(
         "orbax.md", "Restoring in part, in another shape, under other names"
     )
@@ -223,7 +223,7 @@ def test_every_way_to_restore_in_part_is_there():
     assert listed(utils) == {name for name, _ in functions if name[0] != "_"}
 
 
-def test_every_option_of_emergency_checkpoints_is_there():
+def test_lists_every_option_of_emergency_checkpoints():
     from orbax.checkpoint.experimental.emergency import checkpoint_manager
 
     [options] = tables("orbax.md", "Emergency checkpoints")
@@ -232,7 +232,7 @@ def test_every_option_of_emergency_checkpoints_is_there():
     assert wanted <= listed(options)
 
 
-def test_everything_in_v1_of_orbax_is_there():
+def test_lists_everything_in_orbax_v1():
     functions, methods, constructor, context = tables("orbax.md", "v1")
     modules = {name for name, _ in inspect.getmembers(v1, inspect.ismodule)}
     assert listed(functions) == public(v1) - modules
@@ -241,7 +241,7 @@ def test_everything_in_v1_of_orbax_is_there():
     assert listed(context) == parameters(v1.Context.__init__) - {"context"}
 
 
-def test_everything_in_flax_training_checkpoints_is_there():
+def test_lists_everything_in_flax_training_checkpoints():
     [functions] = tables("flax.md", "Every function")
     own = {
         name
@@ -258,7 +258,7 @@ def test_everything_in_flax_training_checkpoints_is_there():
     assert listed(restore) == parameters(checkpoints.restore_checkpoint)
 
 
-def test_every_field_and_argument_of_t5x_is_there():
+def test_lists_every_field_and_argument_of_t5x():
     [save] = tables("t5x.md", "Every field of `SaveCheckpointConfig`")
     restore, both = tables("t5x.md", "Every field of `RestoreCheckpointConfig`")
     constructors, calls = tables("t5x.md", "Every argument of the checkpointers")
@@ -272,7 +272,7 @@ def test_every_field_and_argument_of_t5x_is_there():
     assert methods <= listed(functions)
 
 
-def test_every_setting_argument_and_method_of_easylm_and_fjformer_is_there():
+def test_lists_whole_interface_of_easylm_and_fjformer():
     settings, arguments = tables("easylm.md", "Every setting and argument")
     [methods] = tables("easylm.md", "Every method")
     assert listed(settings) == set(STREAMS["settings"].split())
@@ -442,14 +442,14 @@ def steps_here(directory, keep, metrics=lambda step: None, steps=range(1, 11)):
         "any",
     ],
 )
-def test_the_same_steps_stay_as_with_orbax_and_the_newest(tmp_path, options, keep):
+def test_keeps_same_steps_as_orbax_and_newest(tmp_path, options, keep):
     old = steps_of_orbax(tmp_path / "old", loss_of, **options)
     new = steps_here(tmp_path / "new", keep, loss_of)
     assert new == sorted({*old, 10})
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 9))
-def test_the_closest_steps_are_those_of_orbax(steps, n):
+def test_closest_steps_match_orbax(steps, n):
     saved = [SimpleNamespace(step=step) for step in sorted(steps)]
     are_kept = managers.EveryNStepsClosest(n).should_preserve(
         saved, context=managers.PreservationContext()
@@ -458,7 +458,7 @@ def test_the_closest_steps_are_those_of_orbax(steps, n):
     assert EveryNStepsClosest(n).preserved(saved) | {*sorted(steps)[-1:]} == old
 
 
-def test_steps_without_metrics_stay_if_a_policy_says_so(tmp_path):
+def test_keeps_steps_without_metrics_if_policy_says_so(tmp_path):
     def sometimes(step):
         return loss_of(step) if step % 2 else None
 
@@ -472,7 +472,7 @@ def test_steps_without_metrics_stay_if_a_policy_says_so(tmp_path):
     assert steps_here(tmp_path / "new-2", [best], sometimes) == [*old, 10]
 
 
-def test_orbax_deletes_the_best_step_for_a_nan_and_we_do_not(tmp_path):
+def test_keeps_best_step_where_orbax_deletes_it_for_nan(tmp_path):
     losses = [0.9, float("nan"), 0.7, 0.1, float("nan"), 0.5]
 
     def metrics(step):
@@ -504,7 +504,7 @@ def test_orbax_deletes_the_best_step_for_a_nan_and_we_do_not(tmp_path):
     ],
     ids=["interval", "on-steps", "interval-policy", "steps-policy"],
 )
-def test_the_same_steps_are_saved_as_with_orbax(tmp_path, options, triggers):
+def test_saves_same_steps_as_orbax(tmp_path, options, triggers):
     with (
         flaxckpt.Checkpointer(tmp_path / "new") as checkpointer,
         flaxckpt.CheckpointCallback(
@@ -527,7 +527,7 @@ def spaced(guide: str) -> type:
 
 
 @pytest.mark.parametrize("max_to_keep", [None, 2])
-def test_spaced_keeps_the_steps_of_orbax_without_exact_interval(tmp_path, max_to_keep):
+def test_spaced_keeps_steps_of_orbax_without_exact_interval(tmp_path, max_to_keep):
     steps = (1, 2, 4, 5, 7, 8, 10, 11)
     policy = managers.EveryNSteps(3, exact_interval=False, max_to_keep=max_to_keep)
     old = steps_of_orbax(tmp_path / "old", steps=steps, preservation_policy=policy)
@@ -535,7 +535,7 @@ def test_spaced_keeps_the_steps_of_orbax_without_exact_interval(tmp_path, max_to
     assert steps_here(tmp_path / "new", keep, steps=steps) == [*old, 11]
 
 
-def test_spaced_keeps_the_steps_of_flax_keep_every_n_steps(tmp_path):
+def test_spaced_keeps_steps_of_flax_keep_every_n_steps(tmp_path):
     for step in range(1, 11):
         checkpoints.save_checkpoint(
             tmp_path / "old", STATE, step, keep=1, keep_every_n_steps=4
@@ -553,7 +553,7 @@ def test_spaced_keeps_the_steps_of_flax_keep_every_n_steps(tmp_path):
         ({"step_prefix": "ckpt", "step_format_fixed_length": 8}, "ckpt_{step:08d}"),
     ],
 )
-def test_names_of_steps_are_those_of_orbax(tmp_path, options, step_format):
+def test_step_names_match_orbax(tmp_path, options, step_format):
     steps_of_orbax(tmp_path, steps=(5,), **options)
     checkpointer = flaxckpt.Checkpointer(tmp_path, step_format=step_format)
     checkpointer.save(6, STATE).wait()
@@ -569,7 +569,7 @@ def test_names_of_steps_are_those_of_orbax(tmp_path, options, step_format):
     assert f"step_format={step_format!r}" in str(caught.value)
 
 
-def test_leftover_of_orbax_is_no_step_and_stays(tmp_path):
+def test_ignores_and_keeps_orbax_leftover(tmp_path):
     left = tmp_path / "7.orbax-checkpoint-tmp"
     left.mkdir()
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
@@ -578,7 +578,7 @@ def test_leftover_of_orbax_is_no_step_and_stays(tmp_path):
     assert left.is_dir()
 
 
-def test_metrics_and_metadata_of_orbax_are_read_and_ranked(tmp_path):
+def test_reads_and_ranks_orbax_metrics_and_metadata(tmp_path):
     options = ocp.CheckpointManagerOptions(**BEST)
     with ocp.CheckpointManager(
         tmp_path, options=options, metadata={"model": "tiny"}
@@ -603,7 +603,7 @@ def test_metrics_and_metadata_of_orbax_are_read_and_ranked(tmp_path):
         assert manager.metrics(5) == loss_of(5)
 
 
-def test_nested_metrics_of_orbax_are_ranked_and_stay_where_orbax_looks(tmp_path):
+def test_ranks_nested_orbax_metrics_and_keeps_their_place(tmp_path):
     losses = {2: 0.9, 3: float("nan"), 4: 0.1, 5: 0.5}
     nested = {"best_fn": lambda metrics: metrics["eval"]["loss"], "best_mode": "min"}
     options = ocp.CheckpointManagerOptions(**nested)
@@ -634,7 +634,7 @@ def test_nested_metrics_of_orbax_are_ranked_and_stay_where_orbax_looks(tmp_path)
         assert manager.metrics(2)["eval"]["loss"] == 0.05
 
 
-def test_an_item_of_any_name_is_restored_with_its_iterator(tmp_path):
+def test_restores_item_of_any_name_with_iterator(tmp_path):
     grain = pytest.importorskip("grain")
 
     def batches():
@@ -652,7 +652,7 @@ def test_an_item_of_any_name_is_restored_with_its_iterator(tmp_path):
     assert [*seen, next(ours)] == [0, 1, 2]
 
 
-def test_several_items_are_one_state_and_may_be_merged(tmp_path):
+def test_several_items_form_one_state_and_can_be_merged(tmp_path):
     with ocp.CheckpointManager(tmp_path / "old") as manager:
         item = ocp.args.StandardSave(STATE)
         manager.save(1, args=ocp.args.Composite(params=item, ema=item))
@@ -680,7 +680,7 @@ def test_several_items_are_one_state_and_may_be_merged(tmp_path):
     assert jnp.array_equal(both["params"]["w"], STATE["w"])
 
 
-def test_pad_and_slice_equal_a_non_strict_restore_of_orbax(tmp_path):
+def test_pad_and_slice_match_non_strict_orbax_restore(tmp_path):
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
         state = {"w": jnp.arange(6.0).reshape(2, 3)}
         checkpointer.save(tmp_path / "old", args=ocp.args.StandardSave(state))
@@ -692,7 +692,7 @@ def test_pad_and_slice_equal_a_non_strict_restore_of_orbax(tmp_path):
     assert before["w"].tolist() == after["w"].tolist() == [[0, 1], [3, 4], [0, 0]]
 
 
-def test_flax_deletes_newer_steps_when_it_replaces_one_and_we_do_not(tmp_path):
+def test_overwrite_keeps_newer_steps_unlike_flax(tmp_path):
     for step in (1, 2, 3):
         checkpoints.save_checkpoint(tmp_path, STATE, step, keep=9)
     with flaxckpt.Checkpointer(tmp_path, step_format="checkpoint_{step}") as ours:
@@ -707,7 +707,7 @@ def create() -> TrainState:
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
 
 
-def test_first_save_rejects_an_orbax_run_that_counts_from_0(tmp_path):
+def test_first_save_rejects_orbax_run_counting_from_0(tmp_path):
     state = create().apply_gradients(grads=create().params)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=ocp.args.StandardSave(state))  # one update
@@ -723,7 +723,7 @@ def test_first_save_rejects_an_orbax_run_that_counts_from_0(tmp_path):
     assert on_step.checkpointer.steps() == [0, 2]
 
 
-def test_restores_from_checkpoints_of_the_t5x_orbax_manager(tmp_path):
+def test_restores_checkpoints_of_t5x_orbax_manager(tmp_path):
     state = create().apply_gradients(grads=create().params)
     adam = state.opt_state[0]
     moments = {"count": adam.count, "mu": adam.mu, "nu": adam.nu}
@@ -752,7 +752,7 @@ def test_restores_from_checkpoints_of_the_t5x_orbax_manager(tmp_path):
     assert jnp.array_equal(again.opt_state[0].mu["w"], adam.mu["w"])
 
 
-def test_a_directory_of_clu_names_the_file_to_pass(tmp_path):
+def test_error_for_clu_directory_names_file_to_pass(tmp_path):
     state = {"w": jnp.ones(3)}
     for number in (9, 10):
         file = tmp_path / f"ckpt-{number}.flax"

@@ -11,7 +11,7 @@ from tests.helpers import notebooks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", notebooks.NOTEBOOKS, ids=lambda file: file.stem)
-def test_outputs_are_those_of_a_run(file, tmp_path):
+def test_outputs_match_fresh_run(file, tmp_path):
     shown, now = notebooks.read(file).cells, notebooks.execute(file, tmp_path).cells
     assert list(map(notebooks.words, now)) == list(map(notebooks.words, shown)), (
         "run python -m tests.helpers.notebooks, and read what has changed"
@@ -26,7 +26,7 @@ def test_every_cell_was_run_in_order(file):
     assert cells[0].cell_type == "markdown"
 
 
-def test_every_notebook_is_in_the_list_of_examples():
+def test_examples_list_every_notebook():
     listed = (ROOT / "docs/examples.md").read_text(encoding="utf-8")
     assert len(notebooks.NOTEBOOKS) == 4
     assert [

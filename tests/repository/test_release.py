@@ -39,11 +39,11 @@ def test_all_files_name_the_same_version():
     assert read_yaml("CITATION.cff")["version"] == VERSION
 
 
-def test_the_package_has_the_version_of_its_installation():
+def test_package_version_matches_installation():
     assert flaxckpt.__version__ == importlib.metadata.version("flaxckpt")
 
 
-def test_the_conda_recipe_has_the_requirements_of_the_package():
+def test_conda_recipe_has_requirements_of_package():
     recipe = read_yaml("conda-recipe/recipe.yaml")
     requirements = recipe["requirements"]
     run = dict(map(split, requirements["run"]))
@@ -64,14 +64,14 @@ def test_the_conda_recipe_has_the_requirements_of_the_package():
     assert (ROOT / "conda-recipe" / recipe["source"]["path"]).resolve() == ROOT
 
 
-def test_the_citation_is_whole():
+def test_citation_is_complete():
     citation = read_yaml("CITATION.cff")
     assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
     assert citation["license"] == PROJECT["license"]
     assert citation["authors"] == [dict(author) for author in PROJECT["authors"]]
 
 
-def test_issue_templates_ask_for_the_output_of_doctor():
+def test_issue_templates_ask_for_doctor_output():
     folder = ROOT / ".github/ISSUE_TEMPLATE"
     forms = {file.stem: read_yaml(file) for file in folder.glob("*.yml")}
     assert forms.keys() == {"bug", "question", "config"}
@@ -87,7 +87,7 @@ def test_issue_templates_ask_for_the_output_of_doctor():
         assert "flaxckpt doctor" in str(fields)
 
 
-def test_security_says_how_to_report_and_names_no_address():
+def test_security_explains_reporting_and_names_no_address():
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "## Report a vulnerability" in text.split("\n## Guarantees")[0]
     assert "private vulnerability reporting" in text
@@ -107,7 +107,7 @@ def run(*command, cwd):
 
 
 @pytest.mark.slow
-def test_the_archives_pass_the_checks_of_a_release(tmp_path):
+def test_archives_pass_release_checks(tmp_path):
     for tool in ("build", "twine", "check_wheel_contents"):
         pytest.importorskip(tool)
     run("build", "--outdir", tmp_path, ROOT, cwd=tmp_path)
@@ -123,7 +123,7 @@ def test_the_archives_pass_the_checks_of_a_release(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_conda_recipe_builds_the_files_of_the_wheel(tmp_path):
+def test_conda_recipe_builds_files_of_wheel(tmp_path):
     for tool in ("hatchling", "rattler_build"):
         pytest.importorskip(tool, reason="make dist has it")
     run("hatchling", "build", "--target", "wheel", "-d", tmp_path, cwd=ROOT)
@@ -139,7 +139,7 @@ def test_the_conda_recipe_builds_the_files_of_the_wheel(tmp_path):
     assert f"has the files of {wheel.name} and passes its tests" in done.stdout
 
 
-def test_scripts_of_others_are_the_files_that_are_noted():
+def test_third_party_scripts_match_notes():
     package = ROOT / "flaxckpt"
     notes = (package / "_report/static/THIRD_PARTY.md").read_text()
     noted = dict(re.findall(r"\| (\S+\.(?:js|css)) \| `([0-9a-f]{64})` \|", notes))

@@ -50,7 +50,7 @@ def imported(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_modules_use_nothing_that_runs_code_from_files():
+def test_modules_run_no_code_from_files():
     refused = CALLS | {"os.system", "os.popen", "yaml.load"}
     refused |= {"np.load", "numpy.load", "torch.load"}
     for module in MODULES:
@@ -101,7 +101,7 @@ def test_array_names_cannot_leave_their_directory(ocdbt):
         "",
     ],
 )
-def test_classes_are_made_only_of_flax_and_optax(name):
+def test_makes_classes_only_of_flax_and_optax(name):
     from flaxckpt._state import classes as state_classes
 
     assert state_classes.resolve(name) is None
@@ -116,7 +116,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_metrics_are_not_added_behind_a_link(run):
+def test_does_not_add_metrics_behind_link(run):
     elsewhere = run.parent / "elsewhere"
     (run / "1" / "metrics").symlink_to(elsewhere)
     with pytest.raises(errors.SaveFailedError, match="link"):
@@ -124,7 +124,7 @@ def test_metrics_are_not_added_behind_a_link(run):
     assert not any(elsewhere.iterdir())
 
 
-def test_metadata_of_a_run_is_not_written_behind_a_link(run):
+def test_does_not_write_run_metadata_behind_link(run):
     elsewhere = run.parent / "elsewhere"
     (run / "metadata").symlink_to(elsewhere)
     with pytest.raises(errors.SaveFailedError, match="link"):
@@ -132,7 +132,7 @@ def test_metadata_of_a_run_is_not_written_behind_a_link(run):
     assert not any(elsewhere.iterdir())
 
 
-def test_events_are_not_appended_behind_a_link(run, caplog):
+def test_does_not_append_events_behind_link(run, caplog):
     file = run.parent / "elsewhere" / "notes"
     file.write_text("mine")
     (run / "events.jsonl").unlink()
@@ -142,7 +142,7 @@ def test_events_are_not_appended_behind_a_link(run, caplog):
     assert "events are missing" in caplog.text
 
 
-def test_parameters_alone_are_not_saved_behind_a_link(run):
+def test_does_not_save_params_only_behind_link(run):
     other = run.parent / "other"
     with flaxckpt.Checkpointer(other) as ckpt:
         for step in (1, 2):
@@ -164,7 +164,7 @@ def assert_plain(text):
     assert "\x1b" not in text
 
 
-def test_names_from_files_are_no_commands_to_a_terminal(run, caplog):
+def test_escapes_names_from_files_for_terminal(run, caplog):
     ckpt = flaxckpt.Checkpointer(run)
     (run / "1" / f"READING-{EVIL}-12-0123abcd").touch()
     with pytest.raises(errors.SaveFailedError) as info:
@@ -175,7 +175,7 @@ def test_names_from_files_are_no_commands_to_a_terminal(run, caplog):
     assert_plain(ckpt.damaged()[1])
 
 
-def test_nor_are_those_of_items(tmp_path, caplog):
+def test_escapes_item_names_for_terminal(tmp_path, caplog):
     flaxckpt.save(tmp_path / "c", {"a": 1})
     for name in ("flaxckpt.json", "commit_success.txt"):
         (tmp_path / "c" / name).unlink()
@@ -192,7 +192,7 @@ def test_nor_are_those_of_items(tmp_path, caplog):
     assert_plain(str(info.value))
 
 
-def test_nor_are_those_of_steps(tmp_path):
+def test_escapes_step_names_for_terminal(tmp_path):
     for step in (1, 2):
         flaxckpt.save(tmp_path / f"{EVIL}_{step}", {"a": jnp.ones(3)})
     (tmp_path / f"{EVIL}_2" / "state" / "_METADATA").unlink()
@@ -212,7 +212,7 @@ def test_nor_are_those_of_steps(tmp_path):
     assert_plain(str(info.value))
 
 
-def test_nor_are_those_in_a_report(tmp_path):
+def test_escapes_names_in_report_for_terminal(tmp_path):
     flaxckpt.save(tmp_path / "c", {EVIL: jnp.ones(3)})
     [file] = (tmp_path / "c/state/d").glob("*.small.0")
     file.unlink()

@@ -77,7 +77,7 @@ def test_every_page_is_in_the_navigation(site, pages):
 
 
 @pytest.mark.slow
-def test_every_link_leads_to_something(site, pages):
+def test_every_link_resolves(site, pages):
     broken = [
         f"{file.relative_to(site)}: {link}"
         for file, page in pages.items()
@@ -102,7 +102,7 @@ def test_raised_errors_link_to_their_reference(site, pages):
     assert "errors.html#flaxckpt.errors.RestoreMismatchError" in links
 
 
-def test_links_of_the_documents_lead_to_files_of_the_repository_too():
+def test_document_links_resolve_in_repository():
     broken = [
         f"{file.relative_to(ROOT)}: {link}"
         for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -113,7 +113,7 @@ def test_links_of_the_documents_lead_to_files_of_the_repository_too():
 
 
 @pytest.mark.slow
-def test_nothing_is_loaded_from_other_hosts(site, pages):
+def test_site_loads_nothing_from_other_hosts(site, pages):
     loaded = [url for page in pages.values() for url in page.loaded]
     for file in site.rglob("*.css"):
         loaded += re.findall(r"url\(['\"]?([^)'\"]+)", file.read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def methods(public):
 
 
 @pytest.mark.slow
-def test_every_method_is_in_the_reference_or_left_out(pages, methods):
+def test_reference_lists_or_excludes_every_method(pages, methods):
     """Also methods of base classes; the docstring of a class describes its fields.
 
     What implements a protocol, and has no docstring, is told of there. Methods that
@@ -177,7 +177,7 @@ def test_every_method_is_in_the_reference_or_left_out(pages, methods):
     assert [m for m in ids if left_out.fullmatch(m)] == []
 
 
-def test_the_reference_leaves_out_only_methods_that_there_are(methods):
+def test_reference_excludes_only_existing_methods(methods):
     unused = [
         name
         for name in filters()
@@ -198,7 +198,7 @@ def filters():
 
 
 @pytest.mark.slow
-def test_the_reference_shows_no_private_names(site):
+def test_reference_shows_no_private_names(site):
     private = re.compile(r"(?<![\w.\"'])_[a-z]\w*\.|\w\._\w|&lt;factory|field\(")
     for file in (site / "reference").glob("*.html"):
         article = re.search(r"<article.*</article>", file.read_text("utf-8"), re.S)

@@ -11,7 +11,7 @@ __all__ = ["browser", "site"]
 
 
 @pytest.mark.slow
-def test_the_site_is_searched_from_a_disk(browser, site):
+def test_search_works_from_disk(browser, site):
     requests, errors = [], []
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.on("request", lambda request: requests.append(request.url))

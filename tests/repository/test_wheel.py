@@ -57,7 +57,7 @@ def wheel(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_all_files_of_the_package_and_nothing_else(wheel):
+def test_wheel_contains_exactly_package_files(wheel):
     """Also the scripts, styles and licences beside the modules."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -72,7 +72,7 @@ def test_the_wheel_has_all_files_of_the_package_and_nothing_else(wheel):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_where_nothing_else_is_installed(wheel, tmp_path):
+def test_wheel_works_in_empty_environment(wheel, tmp_path):
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     run(

@@ -40,7 +40,7 @@ def damage(path):
 # ---- saving and finding -----------------------------------------------------------
 
 
-def test_steps_are_saved_listed_and_restored(run_dir):
+def test_saves_lists_and_restores_steps(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         assert ckpt.steps() == []
         assert ckpt.latest_step() is None
@@ -53,14 +53,14 @@ def test_steps_are_saved_listed_and_restored(run_dir):
         strategies.assert_same(state(0), ckpt.restore(state(5), step=0))
 
 
-def test_step_0_alone_is_the_latest(run_dir):
+def test_sole_step_0_is_latest(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(0, state(0)).wait()
         assert ckpt.latest_step() == 0
         strategies.assert_same(state(0), ckpt.restore())
 
 
-def test_no_steps_are_saved_into_a_checkpoint(run_dir):
+def test_rejects_steps_inside_checkpoint(run_dir):
     flaxckpt.save(run_dir / "one", state(1))
     with flaxckpt.Checkpointer(run_dir / "one") as ckpt:
         with pytest.raises(errors.OptionError, match="choose another directory"):
@@ -85,7 +85,7 @@ def test_handle_returns_the_result_of_the_save(run_dir):
 
 
 @pytest.mark.parametrize("template", ["{step}", "step_{step}", "{step:08d}"])
-def test_steps_are_called_as_told_and_found_again(run_dir, template):
+def test_step_format_names_and_finds_steps(run_dir, template):
     with flaxckpt.Checkpointer(run_dir, step_format=template) as ckpt:
         ckpt.save(7, state(7))
     assert (run_dir / template.format(step=7)).is_dir()
@@ -100,7 +100,7 @@ def test_steps_are_called_as_told_and_found_again(run_dir, template):
         strange.restore()
 
 
-def test_an_existing_step_is_kept_skipped_or_replaced(run_dir):
+def test_on_exists_keeps_skips_or_replaces_step(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(3, state(3)).wait()
         with pytest.raises(errors.CheckpointExistsError) as info:
@@ -116,7 +116,7 @@ def test_an_existing_step_is_kept_skipped_or_replaced(run_dir):
             ckpt.save(3, state(4), on_exists="maybe")
 
 
-def test_overwrite_replaces_a_step_as_in_the_function_save(run_dir):
+def test_overwrite_replaces_step_like_save(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(3, state(3), overwrite=False)
         ckpt.save(3, state(4), overwrite=True)
@@ -138,19 +138,19 @@ def test_overwrite_replaces_a_step_as_in_the_function_save(run_dir):
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
-def test_a_step_that_is_no_whole_number_is_refused(run_dir, step):
+def test_rejects_invalid_step(run_dir, step):
     with flaxckpt.Checkpointer(run_dir) as ckpt, pytest.raises(errors.OptionError):
         ckpt.save(step, state(1))
 
 
-def test_numpy_and_jax_integers_are_steps(run_dir):
+def test_accepts_numpy_and_jax_integers_as_steps(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(np.int64(3), state(3))
         ckpt.save(jnp.int32(4), state(4))
     assert ckpt.steps() == [3, 4]
 
 
-def test_metadata_is_kept_per_step_and_per_run(run_dir):
+def test_keeps_metadata_per_step_and_run(run_dir):
     with flaxckpt.Checkpointer(run_dir, metadata={"model": "small"}) as ckpt:
         ckpt.save(1, state(1), metadata={"note": "first"})
         ckpt.wait()
@@ -161,7 +161,7 @@ def test_metadata_is_kept_per_step_and_per_run(run_dir):
     assert flaxckpt.Checkpointer(run_dir / "other").run_metadata == {}
 
 
-def test_a_reader_neither_writes_nor_deletes(run_dir):
+def test_reader_neither_writes_nor_deletes(run_dir):
     with flaxckpt.Checkpointer(run_dir / "run") as ckpt:
         ckpt.save(1, state(1))
     reader = flaxckpt.Checkpointer(run_dir / "run", read_only=True, keep=[LatestN(1)])
@@ -195,7 +195,7 @@ def test_reload_sees_changes_of_other_writers(run_dir):
     writer.close()
 
 
-def test_new_steps_come_once_each_and_end_after_the_timeout(run_dir):
+def test_new_steps_yields_each_once_until_timeout(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1)).wait()
         seen = []
@@ -206,7 +206,7 @@ def test_new_steps_come_once_each_and_end_after_the_timeout(run_dir):
     assert seen == [1, 2, 3, 4]
 
 
-def test_one_line_is_logged_per_save_and_delete(run_dir, caplog):
+def test_logs_one_line_per_save_and_delete(run_dir, caplog):
     caplog.set_level(logging.INFO, logger="flaxckpt")
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1))
@@ -229,7 +229,7 @@ def broken_disk(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["wait", "close", "save", "restore", "exit"])
-def test_next_call_raises_the_error_of_a_failed_save(run_dir, broken_disk, call):
+def test_next_call_raises_error_of_failed_save(run_dir, broken_disk, call):
     ckpt = flaxckpt.Checkpointer(run_dir)
     ckpt.save(1, state(1))
     act = {
@@ -248,14 +248,14 @@ def test_next_call_raises_the_error_of_a_failed_save(run_dir, broken_disk, call)
     assert ckpt.steps() == [1]
 
 
-def test_an_error_told_by_the_handle_is_not_told_again(run_dir, broken_disk):
+def test_error_raised_by_handle_is_not_raised_again(run_dir, broken_disk):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         handle = ckpt.save(1, state(1))
         with pytest.raises(errors.SaveFailedError):
             handle.wait()
 
 
-def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_disk):
+def test_failed_save_does_not_hide_error_in_block(run_dir, broken_disk):
     ckpt = flaxckpt.Checkpointer(run_dir)
 
     def run():
@@ -268,7 +268,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(run_dir, broken_di
     assert "The save in progress also failed" in info.value.__notes__[0]
 
 
-def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
+def test_saves_from_several_threads_run_in_turn(run_dir, monkeypatch):
     real, running, most = seams.current("save.write_snapshot"), [], []
 
     def execute(snapshot, previous):
@@ -292,7 +292,7 @@ def test_saves_from_several_threads_follow_one_another(run_dir, monkeypatch):
     assert max(most) == 1
 
 
-def test_an_interrupted_wait_can_be_taken_up_again(run_dir, monkeypatch):
+def test_interrupted_wait_can_be_repeated(run_dir, monkeypatch):
     release = threading.Event()
     real = seams.current("save.write_snapshot")
 
@@ -323,7 +323,7 @@ def lifeless(monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [lambda h: h.wait(), lambda h: h.wait(9), "cancel"])
-def test_a_save_whose_thread_has_no_memory_to_begin_fails(run_dir, lifeless, wait):
+def test_save_fails_if_thread_has_no_memory(run_dir, lifeless, wait):
     ckpt = flaxckpt.Checkpointer(run_dir)
     handle = ckpt.save(1, state(1))
     if wait == "cancel":
@@ -335,7 +335,7 @@ def test_a_save_whose_thread_has_no_memory_to_begin_fails(run_dir, lifeless, wai
     assert ckpt.steps() == []
 
 
-def test_a_load_whose_thread_has_no_memory_to_begin_fails(run_dir, request):
+def test_load_fails_if_thread_has_no_memory(run_dir, request):
     flaxckpt.save(run_dir / "x", state(1))
     request.getfixturevalue("lifeless")
     handle = flaxckpt.load_async(run_dir / "x")
@@ -343,7 +343,7 @@ def test_a_load_whose_thread_has_no_memory_to_begin_fails(run_dir, request):
         handle.wait()
 
 
-def test_a_cancelled_save_is_no_step_and_the_run_goes_on(run_dir, monkeypatch):
+def test_cancelled_save_makes_no_step_and_run_continues(run_dir, monkeypatch):
     gate, seen = Gate(monkeypatch, "metadata"), []
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)], sinks=[seen.append]) as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -373,7 +373,7 @@ def test_a_cancelled_save_is_no_step_and_the_run_goes_on(run_dir, monkeypatch):
     assert ckpt.restore(step=4)["w"].min() == 4
 
 
-def test_a_run_that_cancels_its_last_step_saves_it_at_the_end(run_dir, monkeypatch):
+def test_saves_cancelled_last_step_at_end(run_dir, monkeypatch):
     gate = Gate(monkeypatch, "metadata")
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2, preflight=False)
@@ -391,9 +391,7 @@ def begin_by(on_step, step, ckpt):
     return ckpt._saves._handle
 
 
-def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
-    run_dir, monkeypatch, caplog
-):
+def test_undeletable_step_does_not_fail_save(run_dir, monkeypatch, caplog):
     def fail(*given, **options):
         raise OSError(16, "Device or resource busy")
 
@@ -405,7 +403,7 @@ def test_a_step_that_cannot_be_deleted_does_not_fail_the_save(
     assert ckpt.steps() == [1, 2]
 
 
-def test_a_file_is_no_run_directory(run_dir):
+def test_rejects_file_as_run_directory(run_dir):
     (run_dir / "file").touch()
     for path in (run_dir / "file", run_dir / "file" / "run"):
         with pytest.raises(errors.SaveFailedError, match="cannot make"):
@@ -414,7 +412,7 @@ def test_a_file_is_no_run_directory(run_dir):
         flaxckpt.save(run_dir / "file" / "c", state(1))
 
 
-def test_waiting_may_time_out(run_dir, monkeypatch):
+def test_wait_times_out(run_dir, monkeypatch):
     real = seams.current("save.write_snapshot")
 
     def slow(snapshot):
@@ -430,7 +428,7 @@ def test_waiting_may_time_out(run_dir, monkeypatch):
     assert handle.wait().bytes_written > 0
 
 
-def test_a_leftover_of_a_crash_is_no_step_and_is_removed(run_dir):
+def test_removes_leftover_of_crash(run_dir):
     leftover = run_dir / "5.orbax-checkpoint-tmp-writing-0123abcd"
     of_orbax = run_dir / "5.orbax-checkpoint-tmp"
     for path in (leftover, of_orbax):
@@ -450,7 +448,7 @@ def test_a_leftover_of_a_crash_is_no_step_and_is_removed(run_dir):
 # ---- what is passed in the wrong place -------------------------------------------
 
 
-def test_a_state_in_the_place_of_the_step_is_named_by_its_class(run_dir):
+def test_error_names_class_of_state_passed_as_step(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         with pytest.raises(
             errors.OptionError, match=r"got a dict: write save\(1, state\)$"
@@ -490,7 +488,7 @@ def create(step=0):
     [create, functools.partial(create, 1), jax.jit(create), dict, len, linen.Dense(3)],
     ids=["function", "partial", "jit", "class", "builtin", "module"],
 )
-def test_functions_are_rejected_as_states(run_dir, function):
+def test_rejects_functions_as_states(run_dir, function):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         callback = flaxckpt.CheckpointCallback(ckpt)
         for call in (
@@ -509,7 +507,7 @@ def test_functions_are_rejected_as_states(run_dir, function):
             flaxckpt.plan(run_dir, function)
 
 
-def test_a_writer_remembers_no_lock_of_a_path_that_is_written(run_dir):
+def test_writer_keeps_no_locks_of_written_paths(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in range(5):
             ckpt.save(step, state(step))
@@ -522,7 +520,7 @@ def test_a_writer_remembers_no_lock_of_a_path_that_is_written(run_dir):
 # ---- falling back ----------------------------------------------------------------
 
 
-def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
+def test_skips_damaged_newest_step_with_warning(run_dir, caplog):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step))
@@ -543,7 +541,7 @@ def test_a_damaged_newest_step_is_left_out_with_a_warning(run_dir, caplog):
         assert list(ckpt.damaged()) == [2, 3]
 
 
-def test_each_restart_reports_a_step_marked_before(run_dir, caplog):
+def test_each_restart_reports_previously_marked_step(run_dir, caplog):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, state(step)).wait()
@@ -575,7 +573,7 @@ def test_each_restart_reports_a_step_marked_before(run_dir, caplog):
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
-def test_a_mismatch_is_no_damage(run_dir):
+def test_mismatch_is_not_treated_as_damage(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1))
         ckpt.save(2, state(2))
@@ -583,7 +581,7 @@ def test_a_mismatch_is_no_damage(run_dir):
             ckpt.restore({"w": jnp.ones(7)})
 
 
-def test_error_names_the_newest_step_if_all_are_damaged(run_dir):
+def test_error_names_newest_step_if_all_are_damaged(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).wait()
@@ -592,7 +590,7 @@ def test_error_names_the_newest_step_if_all_are_damaged(run_dir):
             ckpt.restore()
 
 
-def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
+def test_verify_marks_damage_so_good_step_is_kept(run_dir):
     keep = [LatestN(1), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3), (4, 0.4)):
@@ -616,9 +614,7 @@ def test_verify_marks_damage_so_that_a_good_step_is_kept_instead(run_dir):
     assert kinds.count("found_damaged") == 1
 
 
-def test_verify_does_not_mark_a_step_that_cannot_be_read_at_present(
-    run_dir, monkeypatch
-):
+def test_verify_does_not_mark_temporarily_unreadable_step(run_dir, monkeypatch):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 1}).wait()
         (run_dir / "1/metrics/metrics").write_text("{")
@@ -639,7 +635,7 @@ def test_verify_does_not_mark_a_step_that_cannot_be_read_at_present(
 
 
 @pytest.mark.parametrize("part", ["metrics/metrics", "state/_METADATA"])
-def test_verify_marks_only_steps_that_cannot_be_restored(run_dir, part):
+def test_verify_marks_only_unrestorable_steps(run_dir, part):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 1}).wait()
         ckpt.save(2, state(2), metrics={"loss": 1}).wait()
@@ -662,11 +658,11 @@ def run(run_dir, losses, **kwargs):
     return ckpt
 
 
-def test_nothing_is_deleted_unless_asked(run_dir):
+def test_deletes_nothing_by_default(run_dir):
     assert run(run_dir, [3, 2, 1]).steps() == [0, 1, 2]
 
 
-def test_the_newest_stays_beside_the_best_across_restarts(run_dir, caplog):
+def test_keeps_newest_beside_best_across_restarts(run_dir, caplog):
     ckpt = run(run_dir, [0.1, 0.5, 0.7, 0.9], keep=[BestN(1, "loss", "min")])
     assert ckpt.steps() == [0, 3]
     assert ckpt.best_step("loss", "min") == 0
@@ -696,7 +692,7 @@ def test_policies_add_up_and_explain_themselves(run_dir):
     }
 
 
-def test_pinned_steps_stay_until_they_are_unpinned(run_dir):
+def test_pinned_steps_stay_until_unpinned(run_dir):
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.pin(1)
@@ -709,7 +705,7 @@ def test_pinned_steps_stay_until_they_are_unpinned(run_dir):
         assert ckpt.steps() == [2]
 
 
-def test_metrics_may_come_after_the_save(run_dir):
+def test_metrics_may_be_added_after_save(run_dir):
     keep = [BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(run_dir, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={"train/loss": 2}).wait()
@@ -731,7 +727,7 @@ def test_policies_ignore_directories_named_like_steps(run_dir):
         assert (run_dir / "2024" / "notes.txt").exists()
 
 
-def test_damaged_metrics_do_not_cost_the_state(run_dir, caplog):
+def test_damaged_metrics_do_not_block_state(run_dir, caplog):
     with flaxckpt.Checkpointer(run_dir, keep=[BestN(1, "loss", "min")]) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 1}).wait()
         (run_dir / "1/metrics/metrics").write_text("{")
@@ -742,14 +738,14 @@ def test_damaged_metrics_do_not_cost_the_state(run_dir, caplog):
     assert "cannot be read" in caplog.text
 
 
-def test_a_step_saved_out_of_order_is_not_deleted_at_once(run_dir):
+def test_does_not_delete_step_saved_out_of_order(run_dir):
     with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
         ckpt.save(10, state(10)).wait()
         assert ckpt.save(5, state(5)).wait().deleted_steps == ()
         assert ckpt.steps() == [5, 10]
 
 
-def test_delete_removes_a_step_and_refuses_others(run_dir):
+def test_delete_removes_step_and_rejects_missing_one(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.delete(1)
@@ -774,12 +770,12 @@ def test_metrics_are_numbers_and_may_be_nested(run_dir):
                 ckpt.save(2, state(2), metrics=metrics)
 
 
-def test_a_budget_must_be_positive(run_dir):
+def test_rejects_non_positive_budget(run_dir):
     with pytest.raises(errors.OptionError, match="max_concurrent_bytes"):
         flaxckpt.Checkpointer(run_dir, max_concurrent_bytes=0)
 
 
-def test_a_lack_of_memory_is_no_damage(tmp_path, monkeypatch, caplog):
+def test_lack_of_memory_is_not_treated_as_damage(tmp_path, monkeypatch, caplog):
     state = {"w": np.arange(2.0**20), "b": np.ones(3)}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
@@ -829,14 +825,14 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_queries_about_steps_wait_for_the_save(tmp_path, monkeypatch, name):
+def test_step_queries_wait_for_save(tmp_path, monkeypatch, name):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         gate = Gate(monkeypatch, "rename")
         gate.hold(lambda: ckpt.save(1, state(1), metrics={"loss": 0.5}))
         assert ASKED[name](ckpt)
 
 
-def test_queries_about_steps_keep_the_error_for_later_calls(tmp_path, monkeypatch):
+def test_step_queries_keep_error_for_later_calls(tmp_path, monkeypatch):
     ckpt = flaxckpt.Checkpointer(tmp_path / "run")
 
     def fail(*_):
@@ -851,7 +847,7 @@ def test_queries_about_steps_keep_the_error_for_later_calls(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("staging", [None, "fast"])
-def test_a_policy_that_asks_about_steps_does_not_wait_for_itself(tmp_path, staging):
+def test_policy_querying_steps_does_not_deadlock(tmp_path, staging):
     asked = []
 
     class Curious:
@@ -869,7 +865,7 @@ def test_a_policy_that_asks_about_steps_does_not_wait_for_itself(tmp_path, stagi
     assert ckpt.steps() == [1, 2, 3]
 
 
-def test_a_sink_that_asks_about_steps_gets_an_answer(tmp_path):
+def test_sink_querying_steps_gets_answer(tmp_path):
     seen = []
     with flaxckpt.Checkpointer(
         tmp_path / "run", sinks=[lambda event: seen.append(ckpt.latest_step())]
@@ -879,7 +875,7 @@ def test_a_sink_that_asks_about_steps_gets_an_answer(tmp_path):
     assert seen[-1] == 2
 
 
-def test_a_step_that_exists_offers_to_skip_it(run_dir):
+def test_error_for_existing_step_suggests_skip(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(1, state(1)).wait()
         with pytest.raises(errors.CheckpointExistsError, match=r"'skip' to keep"):

@@ -61,7 +61,7 @@ def steps_of(root):
         ({"keep": LatestN(1)}, "keep must be a list"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(tmp_path, options, told):
+def test_rejects_invalid_rules(tmp_path, options, told):
     with pytest.raises(errors.OptionError, match=told):
         flaxckpt.Checkpointer(tmp_path, items=("a", "b"), **options)
 
@@ -75,7 +75,7 @@ def test_rules_that_make_no_sense_are_refused(tmp_path, options, told):
         ({"keep_items": {"dataset": [LatestN(1)]}}, [True, True, False]),
     ],
 )
-def test_rules_without_policies_for_an_item_leave_it_alone(tmp_path, options, left):
+def test_rules_ignore_items_without_policies(tmp_path, options, left):
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), **options) as ckpt:
         for step in (1, 2):
             dataset = StepIndexed(lambda i: i)
@@ -122,16 +122,14 @@ def slow_clock(monkeypatch):
 @pytest.mark.parametrize(
     ("awaited", "deleted"), [(True, (1, 2)), (False, (1, 2, 3, 4, 5, 6))]
 )
-def test_deletions_end_after_a_while_if_somebody_waits(
-    tmp_path, monkeypatch, awaited, deleted
-):
+def test_deletions_stop_at_deadline_if_awaited(tmp_path, monkeypatch, awaited, deleted):
     save(tmp_path, *range(1, 8))
     slow_clock(monkeypatch)
     assert save_held(tmp_path, 8, awaited=awaited) == deleted
     assert prune(tmp_path, LatestN(2)) == tuple(range(deleted[-1] + 1, 7))
 
 
-def test_leftovers_are_swept_only_if_time_is_left(tmp_path, monkeypatch):
+def test_sweeps_leftovers_only_if_time_remains(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3)
     slow_clock(monkeypatch)
     left = tmp_path / "9.orbax-checkpoint-tmp-deleted-0123abcd"
@@ -195,7 +193,7 @@ def before(monkeypatch, seam, action):
         ("memory", "locks.lock"),
     ],
 )
-def test_a_step_that_another_job_replaces_after_the_decision_stays(
+def test_keeps_step_replaced_after_decision(
     store_path, monkeypatch, caplog, kind, function
 ):
     caplog.set_level(logging.INFO, "flaxckpt")
@@ -224,7 +222,7 @@ class OneInTen:
 
 
 @pytest.mark.parametrize("is_save", [True, False])
-def test_a_whole_step_is_not_deleted_in_favour_of_two_damaged_ones(tmp_path, is_save):
+def test_does_not_delete_whole_step_for_two_damaged_ones(tmp_path, is_save):
     save(tmp_path, 1, 2, 3, 4)
     for step in (2, 3):
         (tmp_path / f"{step}/state/manifest.ocdbt").unlink()
@@ -236,7 +234,7 @@ def test_a_whole_step_is_not_deleted_in_favour_of_two_damaged_ones(tmp_path, is_
     assert steps_of(tmp_path) == {1, 2, 3, 4, 5}
 
 
-def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkeypatch):
+def test_keeps_step_becoming_best_during_decision(tmp_path, monkeypatch):
     save_losses(tmp_path, 2.0, 3.0)
     before(
         monkeypatch,
@@ -251,7 +249,7 @@ def test_a_step_that_becomes_the_best_during_the_decision_stays(tmp_path, monkey
     assert prune(tmp_path, best) == (1,)
 
 
-def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypatch):
+def test_keeps_step_becoming_best_during_deletion(tmp_path, monkeypatch):
     save_losses(tmp_path, -1.0, -2.0, -3.0, -4.0)
 
     def add_metrics(path):
@@ -273,7 +271,7 @@ def test_a_step_that_becomes_the_best_during_a_deletion_stays(tmp_path, monkeypa
         ((-3.0, -2.0, -1.0, -4.0), 4, 9.0, (2, 3)),  # the first to be deleted stays
     ],
 )
-def test_metrics_that_change_after_the_decision_count(
+def test_metrics_changed_after_decision_count(
     tmp_path, monkeypatch, losses, step, loss, deleted
 ):
     save_losses(tmp_path, *losses)
@@ -286,7 +284,7 @@ def test_metrics_that_change_after_the_decision_count(
     assert prune(tmp_path, BestN(1, "loss", "min")) == deleted
 
 
-def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch):
+def test_keeps_item_of_replaced_step(tmp_path, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path, items=("model", "ema")) as ckpt:
         for step in (1, 2):
             ckpt.save(step, branches(1.0))
@@ -314,7 +312,7 @@ def test_an_item_of_a_step_that_another_job_replaces_stays(tmp_path, monkeypatch
         (PermissionError("denied"), "ERROR", "step 1 could not be deleted: denied"),
     ],
 )
-def test_a_deletion_that_fails_is_logged_and_the_next_is_done(
+def test_logs_failed_deletion_and_continues(
     tmp_path, monkeypatch, caplog, error, level, told
 ):
     caplog.set_level(logging.INFO, "flaxckpt")
@@ -345,7 +343,7 @@ class Failing:
         return {max(c.step for c in checkpoints)}
 
 
-def test_a_policy_that_fails_deletes_nothing(tmp_path, caplog):
+def test_failing_policy_deletes_nothing(tmp_path, caplog):
     save(tmp_path, 1)
     assert save(tmp_path, 2, keep=[Failing()]) == ()
     assert "nothing is deleted after step 2: no idea" in caplog.text
@@ -355,9 +353,7 @@ def test_a_policy_that_fails_deletes_nothing(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("changed", "deleted"), [(1, ()), (2, (1,))])
-def test_a_policy_that_fails_later_deletes_no_more(
-    tmp_path, monkeypatch, caplog, changed, deleted
-):
+def test_failing_policy_stops_deletion(tmp_path, monkeypatch, caplog, changed, deleted):
     save(tmp_path, 1, 2, 3)
     real = seams.current("run_step.is_outdated")
     looked = []
@@ -372,7 +368,7 @@ def test_a_policy_that_fails_later_deletes_no_more(
     assert steps_of(tmp_path) == {1, 2, 3, 4} - {*deleted}
 
 
-def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypatch):
+def test_constantly_changing_metrics_do_not_delay_deletion(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3)
 
     def is_outdated(step):
@@ -382,7 +378,7 @@ def test_metrics_that_change_all_the_time_hold_up_no_deletion(tmp_path, monkeypa
     assert prune(tmp_path, LatestN(1)) == (1, 2)
 
 
-def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
+def test_unused_metrics_do_not_delay_deletion(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE, metrics={"loss": 1.0}, temporary=True).wait()
         assert checkpointer.best_step("loss", "min") == 1  # reads them
@@ -390,7 +386,7 @@ def test_metrics_that_no_policy_uses_hold_up_no_deletion(tmp_path):
         assert checkpointer.save(2, STATE).wait().deleted_steps == (1,)
 
 
-def test_warns_of_each_metric_that_no_step_has(tmp_path, caplog):
+def test_warns_about_unknown_metrics(tmp_path, caplog):
     save_losses(tmp_path, 1.0)
     prune(tmp_path, *(BestN(1, name, "min") for name in ("loss", "los", "loess")))
     told = [
@@ -399,13 +395,13 @@ def test_warns_of_each_metric_that_no_step_has(tmp_path, caplog):
     assert told == ["los", "loess"]
 
 
-def test_the_step_just_saved_stays_this_time(tmp_path):
+def test_keeps_step_just_saved(tmp_path):
     save(tmp_path, 2, 3)
     assert save(tmp_path, 1, keep=[LatestN(1)]) == (2,)
     assert prune(tmp_path, LatestN(1)) == (1,)
 
 
-def test_warns_of_unknown_items_once(tmp_path, caplog):
+def test_warns_once_about_unknown_items(tmp_path, caplog):
     rules = {"c": [LatestN(1)], "b": [LatestN(1)]}
     with flaxckpt.Checkpointer(tmp_path, items=("a", "b"), keep_items=rules) as ckpt:
         for step in (1, 2):

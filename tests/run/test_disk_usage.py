@@ -20,7 +20,7 @@ paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 
 
 @given(st.dictionaries(paths, st.integers(0, 5), max_size=12))
-def test_every_subtree_is_the_sum_of_its_leaves(counts):
+def test_subtree_is_sum_of_its_leaves(counts):
     # No leaf can be a container, too.
     counts = {p: n for p, n in counts.items() if not _has_inner(p, counts)}
     trees = run_disk_usage.subtrees({path: info(path, n) for path, n in counts.items()})
@@ -43,7 +43,7 @@ def _is_in(path, container):
     return not container or path == container or path.startswith(f"{container}/")
 
 
-def test_a_subtree_may_be_asked_for_alone():
+def test_lists_requested_subtree_alone():
     leaves = {path: info(path, 1) for path in ("a/b/c", "a/b/d", "a/e")}
     found = run_disk_usage.subtrees(leaves, below="a/b")
     assert [(tree.path, tree.depth) for tree in found] == [
@@ -54,7 +54,7 @@ def test_a_subtree_may_be_asked_for_alone():
     assert run_disk_usage.subtrees(leaves, below="b") == []
 
 
-def test_a_state_that_is_one_leaf_is_one_row():
+def test_single_leaf_state_is_one_row():
     [tree] = run_disk_usage.subtrees({"": info("", 3)})
     assert (tree.path, tree.leaves, tree.bytes) == ("", 1, 12)
 
@@ -76,7 +76,7 @@ def test_a_state_that_is_one_leaf_is_one_row():
     ],
     ids=["leaves", "containers"],
 )
-def test_an_empty_key_is_a_key(paths, rows):
+def test_empty_key_counts_as_key(paths, rows):
     keys = (Key("", "key"),)
     leaves = {path: dataclasses.replace(info(path, 1), keys=keys) for path in paths}
     trees = run_disk_usage.subtrees(leaves)
@@ -84,7 +84,7 @@ def test_an_empty_key_is_a_key(paths, rows):
     assert found == [(0, "(all)", "", 2), *rows]
 
 
-def test_shown_depth_fits_the_number_of_rows():
+def test_shown_depth_fits_row_limit():
     leaves = {f"a/{i}/{j}": info("", 1) for i in range(10) for j in range(10)}
     trees = run_disk_usage.subtrees(leaves)
     assert len(run_disk_usage.shown(trees, depth=None, rows=200)) == 112
@@ -96,7 +96,7 @@ def test_shown_depth_fits_the_number_of_rows():
     assert len(run_disk_usage.shown(wide, depth=None, rows=100)) == 100
 
 
-def test_files_are_counted_once_and_links_are_not_followed(tmp_path):
+def test_counts_files_once_and_follows_no_links(tmp_path):
     (tmp_path / "one" / "inner").mkdir(parents=True)
     (tmp_path / "two").mkdir()
     (tmp_path / "one" / "inner" / "a").write_bytes(b"12345")

@@ -82,7 +82,7 @@ def test_run_emits_events_for_saves_deletions_and_restores(tmp_path):
     assert seen == sorted(seen, key=lambda event: event.time)
 
 
-def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
+def test_failed_save_emits_reason(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -100,7 +100,7 @@ def test_a_save_that_fails_tells_why(tmp_path, monkeypatch):
     assert seen == journal(tmp_path)
 
 
-def test_a_damaged_step_and_a_source_are_reported(tmp_path):
+def test_emits_events_for_damaged_step_and_source(tmp_path):
     flaxckpt.save(tmp_path / "source", state(0))
     seen = []
     with flaxckpt.Checkpointer(tmp_path / "run", sinks=[seen.append]) as ckpt:
@@ -162,7 +162,7 @@ class Clu:
 
 
 @pytest.mark.parametrize("kind", [Wandb, Mlflow, Tensorboard, Clu])
-def test_loggers_get_numbers_at_the_step_of_the_caller(tmp_path, kind):
+def test_loggers_get_numbers_at_step_of_caller(tmp_path, kind):
     sink = kind()
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)], sinks=[sink]) as ckpt:
         ckpt.save(1, state(1))
@@ -187,7 +187,7 @@ def test_loggers_get_numbers_at_the_step_of_the_caller(tmp_path, kind):
     assert all(isinstance(value, int | float) for value in numbers.values())
 
 
-def test_steps_of_loggers_never_go_back_unless_the_caller_does(stream):
+def test_logger_steps_never_decrease_unless_caller_does(stream):
     sink = Wandb()
     stream.subscribe(sink)
     for step in (5, None):
@@ -202,7 +202,7 @@ def test_steps_of_loggers_never_go_back_unless_the_caller_does(stream):
     ]
 
 
-def test_sinks_hear_on_the_callers_thread_only(tmp_path):
+def test_sinks_run_only_on_callers_thread(tmp_path):
     threads = set()
 
     def sink(event):
@@ -224,7 +224,7 @@ def test_sink_added_twice_gets_each_event_once(stream):
     assert len(seen) == len(writer.calls) == 1
 
 
-def test_both_of_two_equal_sinks_get_each_event(stream):
+def test_two_equal_sinks_each_get_every_event(stream):
     class Seen(list):
         def __call__(self, event):
             self.append(event)
@@ -239,7 +239,7 @@ def test_both_of_two_equal_sinks_get_each_event(stream):
 
 
 @pytest.mark.parametrize("sink", [3, "writer", Wandb, logging.getLogger("x"), None])
-def test_rejects_invalid_sinks_before_making_a_directory(tmp_path, sink):
+def test_rejects_invalid_sinks_before_making_directory(tmp_path, sink):
     with pytest.raises(errors.OptionError) as info:
         flaxckpt.Checkpointer(tmp_path / "run", sinks=[sink])
     for shape in ("Event", "write_scalars", "log(", "log_metrics", "add_scalar"):
@@ -247,7 +247,7 @@ def test_rejects_invalid_sinks_before_making_a_directory(tmp_path, sink):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sink_that_fails_is_named_once_and_costs_nothing(tmp_path, caplog):
+def test_failing_sink_is_reported_and_fails_no_save(tmp_path, caplog):
     def bad(event):
         raise ZeroDivisionError("in the sink")
 
@@ -263,7 +263,7 @@ def test_a_sink_that_fails_is_named_once_and_costs_nothing(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_in_a_sink_comes_through(stream, kind):
+def test_interrupt_in_sink_propagates(stream, kind):
     def interrupt(event):
         raise kind
 
@@ -279,7 +279,7 @@ def test_an_interrupt_in_a_sink_comes_through(stream, kind):
     assert len(journal(stream._path)) == 2
 
 
-def test_a_sink_may_use_the_checkpointer(tmp_path):
+def test_sink_may_use_checkpointer(tmp_path):
     def sink(event):
         seen.append(event)
         if event.kind == "committed":
@@ -318,7 +318,7 @@ def test_close_waits_for_saves_of_sinks(tmp_path):
     assert not ckpt._saves.is_under_way()
 
 
-def test_close_stops_a_sink_that_saves_for_ever(tmp_path, caplog):
+def test_close_stops_endlessly_saving_sink(tmp_path, caplog):
     def sink(event):
         if event.kind == "committed":
             ckpt.save(event.step + 1, state(0))
@@ -329,7 +329,7 @@ def test_close_stops_a_sink_that_saves_for_ever(tmp_path, caplog):
     assert len(ckpt.steps()) < 100
 
 
-def test_nothing_is_lost_or_told_twice_among_threads(stream):
+def test_threads_neither_lose_nor_repeat_events(stream):
     seen = []
     stream.subscribe(lambda event: seen.append(event.step))
 
@@ -350,7 +350,7 @@ def test_nothing_is_lost_or_told_twice_among_threads(stream):
 # ---- the journal -------------------------------------------------------------------
 
 
-def test_the_journal_is_made_with_the_first_event_and_goes_on(tmp_path):
+def test_first_event_creates_journal_and_later_ones_append(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert not list(tmp_path.iterdir())
         ckpt.save(1, state(1))
@@ -362,7 +362,7 @@ def test_the_journal_is_made_with_the_first_event_and_goes_on(tmp_path):
     assert [event.kind for event in journal(tmp_path)] == kinds
 
 
-def test_a_reader_leaves_the_journal_alone(tmp_path):
+def test_reader_does_not_write_journal(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))
     before = (tmp_path / "events.jsonl").read_bytes()
@@ -391,7 +391,7 @@ assert [event.step for event in seen] == [rank], seen
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_of_several_processes_the_first_writes_the_journal(tmp_path):
+def test_first_of_several_processes_writes_journal(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -410,7 +410,7 @@ def test_of_several_processes_the_first_writes_the_journal(tmp_path):
     assert told(journal(tmp_path)) == [("failed", 0)]
 
 
-def test_a_line_that_a_crash_cut_off_spoils_no_other(stream, tmp_path):
+def test_truncated_line_spoils_no_other(stream, tmp_path):
     file = tmp_path / "events.jsonl"
     stream.emit("committed", 1)
     file.write_bytes(file.read_bytes() + file.read_bytes()[:-7])
@@ -436,7 +436,7 @@ def test_a_line_that_a_crash_cut_off_spoils_no_other(stream, tmp_path):
         + b'{"time": 1.0, "kind": "failed", "step": 1, "path": "", "details": {}}',
     ],
 )
-def test_lines_of_others_are_left_out(stream, tmp_path, foreign):
+def test_ignores_foreign_lines(stream, tmp_path, foreign):
     stream.emit("committed", 1)
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(foreign + b"\n")
@@ -444,12 +444,12 @@ def test_lines_of_others_are_left_out(stream, tmp_path, foreign):
     assert told(journal(tmp_path)) == [("committed", 1), ("committed", 2)]
 
 
-def test_there_need_be_no_journal(tmp_path):
+def test_reads_missing_journal_as_empty(tmp_path):
     assert journal(tmp_path) == []
 
 
 @pytest.mark.parametrize("obstacle", ["directory", "fifo", "missing"])
-def test_warns_once_of_an_unwritable_journal(tmp_path, caplog, obstacle):
+def test_warns_once_about_unwritable_journal(tmp_path, caplog, obstacle):
     run = tmp_path / "run"
     ckpt = flaxckpt.Checkpointer(run)
     if obstacle == "directory":
@@ -495,7 +495,7 @@ def test_journal_records_non_json_values_as_text(stream, tmp_path):
         max_size=4,
     )
 )
-def test_details_come_back_from_the_journal(tmp_path_factory, details):
+def test_details_round_trip_through_journal(tmp_path_factory, details):
     directory = tmp_path_factory.mktemp("run")
     stream = run_events.Stream(directory, directory / "events.jsonl")
     seen = []
@@ -506,7 +506,7 @@ def test_details_come_back_from_the_journal(tmp_path_factory, details):
     assert seen[0].details == details
 
 
-def test_neither_orbax_nor_a_search_for_steps_minds_the_journal(tmp_path):
+def test_orbax_and_step_search_ignore_journal(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step))

@@ -83,7 +83,7 @@ def save_at(root, times, monkeypatch):
 # ---- as T5X ----------------------------------------------------------------------
 
 
-def test_t5x_keeps_the_latest_across_restarts_and_other_options(tmp_path):
+def test_keeps_latest_like_t5x_across_restarts_and_options(tmp_path):
     assert save(tmp_path, 42, keep=[LatestN(2)]) == [42]
     assert save(tmp_path, 43, keep=[LatestN(2)]) == [42, 43]
     assert save(tmp_path, 44, keep=[LatestN(2)]) == [43, 44]
@@ -92,14 +92,14 @@ def test_t5x_keeps_the_latest_across_restarts_and_other_options(tmp_path):
     assert save(tmp_path, 47) == [45, 46, 47]
 
 
-def test_t5x_leaves_a_directory_with_a_file_called_pinned_alone(tmp_path):
+def test_keeps_directory_with_pinned_file_like_t5x(tmp_path):
     save(tmp_path, 42, keep=[LatestN(1)])
     (tmp_path / "42" / "PINNED").write_text("1")  # as its users write it
     assert save(tmp_path, 43, keep=[LatestN(1)]) == [42, 43]
     assert save(tmp_path, 44, keep=[LatestN(1)]) == [42, 44]
 
 
-def test_t5x_keeps_the_best_and_latest_steps_with_late_metrics(tmp_path):
+def test_keeps_best_and_latest_like_t5x_with_late_metrics(tmp_path):
     keep = [LatestN(1), BestN(2, ACC, "max")]
     save(tmp_path, 42, 43, 44)
     put_metrics(tmp_path, s42=0.9, s43=0.8, s44=0.7)
@@ -111,7 +111,7 @@ def test_t5x_keeps_the_best_and_latest_steps_with_late_metrics(tmp_path):
     assert save(tmp_path, 47, keep=keep) == [42, 43, 47]
 
 
-def test_first_save_warns_once_of_a_missing_metric(tmp_path, caplog):
+def test_first_save_warns_once_about_missing_metric(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "los", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 0.5}).wait()
@@ -126,7 +126,7 @@ def test_first_save_warns_once_of_a_missing_metric(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("option", ["keep", "keep_dataset"])
-def test_until_a_metric_is_known_nothing_is_deleted(tmp_path, caplog, option):
+def test_deletes_nothing_until_metric_is_known(tmp_path, caplog, option):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step), dataset=StepIndexed(lambda i: i)).wait()
@@ -147,9 +147,7 @@ def test_until_a_metric_is_known_nothing_is_deleted(tmp_path, caplog, option):
         assert [ckpt.has_dataset(step) for step in (1, 2)] == [False, True]
 
 
-def test_metrics_that_may_still_be_added_are_not_missed_before_steps_go(
-    tmp_path, caplog
-):
+def test_does_not_warn_about_metrics_added_before_deletion(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         for step in (1, 2, 3):
@@ -159,7 +157,7 @@ def test_metrics_that_may_still_be_added_are_not_missed_before_steps_go(
     assert not caplog.records
 
 
-def test_a_metric_that_one_step_has_is_enough(tmp_path, caplog):
+def test_metric_of_one_step_is_enough(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={"loss": 0.5})
@@ -169,7 +167,7 @@ def test_a_metric_that_one_step_has_is_enough(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_t5x_keeps_the_best_of_a_period_beside_the_latest(tmp_path):
+def test_keeps_best_and_periodic_steps_beside_latest(tmp_path):
     keep = [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)]
     found = {}
     for step in range(10):
@@ -187,7 +185,7 @@ class Unmeasured:
         return {c.step for c in checkpoints if ACC not in c.metrics}
 
 
-def test_t5x_keeps_steps_without_metrics_if_told_to(tmp_path):
+def test_keeps_steps_without_metrics_like_t5x(tmp_path):
     keep = [LatestN(1), BestN(1, ACC, "max")]
     save(tmp_path, 41, 42, keep=[*keep, Unmeasured()])
     for step, accuracy in ((43, 0.6), (44, 0.5), (45, 0.4)):
@@ -199,7 +197,7 @@ def test_t5x_keeps_steps_without_metrics_if_told_to(tmp_path):
     assert save(tmp_path, 46, keep=keep) == [43, 46]
 
 
-def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
+def test_keeps_pinned_step_among_few_metrics_like_t5x(tmp_path):
     keep = [LatestN(1), BestN(1, ACC, "max"), Unmeasured()]
     save(tmp_path, 41, 42, 43)
     put_metrics(tmp_path, s43=0.6)
@@ -210,7 +208,7 @@ def test_t5x_does_not_replace_a_pinned_one_of_few_metrics(tmp_path):
     assert save(tmp_path, 45, keep=keep) == [41, 42, 43, 45]
 
 
-def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
+def test_finds_best_of_many_steps_after_restart_like_t5x(tmp_path):
     save_many(tmp_path, range(1, 31))
     put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
     save(tmp_path, 31, keep=BEST_2)  # a slow machine leaves deletions for the next time
@@ -219,7 +217,7 @@ def test_t5x_finds_the_best_of_many_after_a_restart(tmp_path):
         assert ckpt.steps() == [12, 23, 31]
 
 
-def test_t5x_does_not_count_a_pinned_step_twice(tmp_path):
+def test_does_not_count_pinned_step_twice_like_t5x(tmp_path):
     save(tmp_path, 42, 43, 44)
     put_metrics(tmp_path, s42=0.9, s43=0.7, s44=0.8)
     flaxckpt.Checkpointer(tmp_path).pin(43)
@@ -229,7 +227,7 @@ def test_t5x_does_not_count_a_pinned_step_twice(tmp_path):
     assert save(tmp_path, 47, keep=BEST_2) == [42, 44, 47]
 
 
-def test_t5x_keeps_dataset_states_of_fewer_steps(tmp_path):
+def test_keeps_dataset_states_of_fewer_steps_like_t5x(tmp_path):
     options = {"keep": [LatestN(2)], "keep_dataset": [LatestN(1)]}
     for step, wanted in ((42, {42: True}), (43, {42: False, 43: True})):
         with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
@@ -248,7 +246,7 @@ def has_datasets(ckpt):
 # ---- policies over what is on the disk -------------------------------------------
 
 
-def test_steps_far_enough_apart_in_time_are_kept(tmp_path, monkeypatch):
+def test_keeps_steps_far_enough_apart_in_time(tmp_path, monkeypatch):
     keep = [EveryNSecs(60)]
     times = dict(enumerate((1000, 1030, 1061, 1100, 1121, 1122)))
     save_at(tmp_path, times, monkeypatch)
@@ -263,7 +261,7 @@ def test_steps_far_enough_apart_in_time_are_kept(tmp_path, monkeypatch):
     ]
 
 
-def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
+def test_unrecorded_step_is_as_old_as_its_oldest_file(tmp_path):
     save(tmp_path, 1, 2, 3)
     for step, seconds in ((1, 1000), (2, 1010), (3, 1070)):
         for name in ("_CHECKPOINT_METADATA", "flaxckpt.json", "commit_success.txt"):
@@ -274,7 +272,7 @@ def test_a_step_without_a_record_is_as_old_as_its_oldest_file(tmp_path):
     assert ckpt.prune(dry_run=True) == (2,)
 
 
-def test_steps_of_orbax_are_as_old_as_orbax_says(tmp_path):
+def test_uses_creation_time_recorded_by_orbax(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     before = time.time()
     with ocp.CheckpointManager(tmp_path) as manager:
@@ -295,11 +293,11 @@ def test_steps_of_orbax_are_as_old_as_orbax_says(tmp_path):
     assert seen[2:] == seen[:2]
 
 
-def test_chosen_steps_stay(tmp_path):
+def test_keeps_chosen_steps(tmp_path):
     assert save(tmp_path, *range(6), keep=[OnSteps({1, 3, 99})]) == [1, 3, 5]
 
 
-def test_metrics_of_another_process_count_without_reload(tmp_path):
+def test_metrics_of_other_process_count_without_reload(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")]) as trainer:
         trainer.save(1, state(1), metrics={"loss": 1.0}).wait()
         assert trainer.best_step(ACC, "max") is None
@@ -313,7 +311,7 @@ def test_metrics_of_another_process_count_without_reload(tmp_path):
 # ---- temporary steps -------------------------------------------------------------
 
 
-def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
+def test_keeps_two_temporary_steps_until_permanent_one(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.save(2, state(2), temporary=True).wait()
@@ -325,7 +323,7 @@ def test_of_temporary_steps_two_stay_until_there_is_a_permanent_one(tmp_path):
         assert ckpt.steps() == [1, 5]
 
 
-def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
+def test_damaged_temporary_step_falls_back_to_previous_one(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))
         for step in (2, 3, 4):
@@ -335,7 +333,7 @@ def test_a_damaged_temporary_step_costs_no_more_than_itself(tmp_path):
         strategies.assert_same(state(3), ckpt.restore())
 
 
-def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
+def test_restores_temporary_step_after_restart(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1))
         ckpt.save(2, state(2), temporary=True)
@@ -345,7 +343,7 @@ def test_a_temporary_step_is_restored_like_others_after_a_restart(tmp_path):
     assert ckpt.steps() == [1, 3]
 
 
-def test_temporary_steps_take_no_place_of_others(tmp_path):
+def test_temporary_steps_do_not_displace_others(tmp_path):
     keep = [LatestN(2), EveryNSteps(10), EveryNSecs(1e-9)]
     with flaxckpt.Checkpointer(tmp_path, keep=keep[:2]) as ckpt:
         for step in (1, 2, 3):
@@ -358,7 +356,7 @@ def test_temporary_steps_take_no_place_of_others(tmp_path):
     assert ckpt.explain()[11] == ["newest", "temporary"]
 
 
-def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
+def test_keeps_temporary_step_if_best_pinned_or_chosen(tmp_path):
     keep = [BestN(1, ACC, "max"), OnSteps([3])]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
         ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
@@ -376,7 +374,7 @@ def test_a_temporary_step_stays_if_it_is_the_best_or_pinned_or_chosen(tmp_path):
 
 
 @pytest.mark.parametrize("on_exists", ["overwrite", "skip"])
-def test_saving_a_temporary_step_again_for_good_keeps_it(tmp_path, on_exists):
+def test_saving_temporary_step_again_permanently_keeps_it(tmp_path, on_exists):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1), temporary=True)
         ckpt.save(1, state(1), on_exists=on_exists)
@@ -390,7 +388,7 @@ def test_saving_a_temporary_step_again_for_good_keeps_it(tmp_path, on_exists):
     assert ckpt.steps() == [1, 2, 4]
 
 
-def test_replacement_of_a_pinned_step_is_pinned(tmp_path):
+def test_replacement_of_pinned_step_is_pinned(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
         ckpt.pin(1)
@@ -402,7 +400,7 @@ def test_replacement_of_a_pinned_step_is_pinned(tmp_path):
         assert ckpt.prune() == (1,)
 
 
-def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
+def test_keeps_step_pinned_during_decision(tmp_path):
     class Pinning:
         def preserved(self, checkpoints):
             ckpt.pin(1)
@@ -414,7 +412,7 @@ def test_a_step_that_is_pinned_while_steps_are_judged_stays(tmp_path):
     assert ckpt.explain()[1] == ["pinned"]
 
 
-def test_directory_named_like_a_step_is_no_step(tmp_path):
+def test_ignores_directory_named_like_step(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "99").mkdir()
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)])
@@ -432,7 +430,7 @@ def test_directory_named_like_a_step_is_no_step(tmp_path):
     assert ckpt.steps() == [2, 3, 99], "now it is one"
 
 
-def test_restore_reports_a_damaged_step_without_a_manifest(tmp_path, caplog):
+def test_restore_reports_damaged_step_without_manifest(tmp_path, caplog):
     save(tmp_path, 1, 2)
     (tmp_path / "2" / "flaxckpt.json").unlink()
     shutil.rmtree(tmp_path / "2" / "state")
@@ -456,7 +454,7 @@ def save_datasets(root, *steps, **options):
     return ckpt
 
 
-def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
+def test_reports_deleted_dataset_state_without_damage(tmp_path):
     ckpt = save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
     assert ckpt.explain() == {
         1: ["no policy", "dataset state deleted"],
@@ -472,7 +470,7 @@ def test_a_state_that_was_let_go_is_no_damage_and_says_so(tmp_path):
     assert not flaxckpt.metadata(tmp_path / "copy").has_dataset
 
 
-def test_data_that_may_restart_does_so_where_its_state_was_let_go(tmp_path, caplog):
+def test_restarting_dataset_starts_over_if_state_was_deleted(tmp_path, caplog):
     save_datasets(tmp_path, 1, 2, keep_dataset=[LatestN(1)])
     change(tmp_path / "2/flaxckpt.json")
     iterator = batches()
@@ -483,7 +481,7 @@ def test_data_that_may_restart_does_so_where_its_state_was_let_go(tmp_path, capl
     assert "the data starts from the beginning" in caplog.text
 
 
-def test_data_may_begin_in_a_run_that_was_saved_without_any(tmp_path, caplog):
+def test_restarting_dataset_can_begin_in_run_without_data(tmp_path, caplog):
     save(tmp_path, 1)
     iterator = batches()
     ckpt = flaxckpt.Checkpointer(tmp_path)
@@ -494,7 +492,7 @@ def test_data_may_begin_in_a_run_that_was_saved_without_any(tmp_path, caplog):
     assert "was saved without a dataset iterator" in caplog.text
 
 
-def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
+def test_newest_and_pinned_steps_keep_dataset_states(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep_dataset=[EveryNSteps(3)]) as ckpt:
         for step in range(1, 6):
             ckpt.save(step, state(step), dataset=batches(step)).wait()
@@ -505,7 +503,7 @@ def test_states_stay_with_the_newest_and_the_pinned(tmp_path):
     assert ckpt.explain()[4] == ["no policy", "dataset state deleted"]
 
 
-def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):
+def test_step_just_saved_keeps_dataset_state_despite_newer_steps(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
         for step in (10, 90, 40):
             ckpt.save(step, state(step), dataset=batches(step)).wait()
@@ -515,7 +513,7 @@ def test_the_state_just_saved_stays_even_if_there_are_newer_steps(tmp_path):
         assert has_datasets(ckpt) == {10: False, 40: True, 90: True}
 
 
-def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
+def test_dataset_states_live_as_long_as_steps_by_default(tmp_path):
     ckpt = save_datasets(tmp_path, 1, 2, 3, keep=[LatestN(2)])
     assert has_datasets(ckpt) == {2: True, 3: True}
 
@@ -523,7 +521,9 @@ def test_without_keep_dataset_states_live_as_long_as_their_steps(tmp_path):
 @pytest.mark.parametrize(
     "call", ["disk.replace", "disk.sync_directory", "files.remove_tree"]
 )
-def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog, call):
+def test_deletes_dataset_state_entirely_or_not_at_all(
+    tmp_path, monkeypatch, caplog, call
+):
     ckpt = save_datasets(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)])
 
@@ -552,7 +552,7 @@ def test_a_state_is_let_go_entirely_or_not_at_all(tmp_path, monkeypatch, caplog,
     assert names(tmp_path) == ["1", "2"]
 
 
-def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
+def test_finishes_interrupted_deletion_of_dataset_state(tmp_path):
     save_datasets(tmp_path, 1, 2)
     (tmp_path / "1" / "DATASET_LET_GO").touch()  # and then the machine went down
     ckpt = flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(2)])
@@ -565,7 +565,7 @@ def test_a_deletion_of_a_state_that_was_cut_off_is_finished(tmp_path):
 # ---- metrics from elsewhere ------------------------------------------------------
 
 
-def test_metrics_from_elsewhere_rank_steps(tmp_path):
+def test_external_metrics_rank_steps(tmp_path):
     measured = {1: {ACC: 0.9}, 2: {ACC: 0.1}, 77: {ACC: 1.0}}
     options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
     assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
@@ -577,7 +577,7 @@ def test_metrics_from_elsewhere_rank_steps(tmp_path):
     assert ckpt.best_step(ACC, "max") == 3, "what is stored with a step counts first"
 
 
-def test_steps_of_metrics_from_elsewhere_may_be_text_as_json_has_them(tmp_path):
+def test_external_metrics_accept_text_steps_from_json(tmp_path):
     measured = json.loads('{"1": {"eval": {"accuracy": 0.9}}, "2": {}}')
     options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
     assert save(tmp_path, 1, 2, 3, **options) == [1, 3]
@@ -586,7 +586,7 @@ def test_steps_of_metrics_from_elsewhere_may_be_text_as_json_has_them(tmp_path):
 @pytest.mark.parametrize(
     "measured", [{"last": {ACC: 1}}, {1.5: {}}, {1: 0.5}, [0.5], {1: {ACC: "0.5"}}]
 )
-def test_nothing_is_deleted_if_metrics_from_elsewhere_make_no_sense(tmp_path, measured):
+def test_invalid_external_metrics_delete_nothing(tmp_path, measured):
     options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
     assert save(tmp_path, 1, 2, **options) == [1, 2]
     with pytest.raises(errors.OptionError, match="metric"):
@@ -617,14 +617,14 @@ def test_rejects_non_policy(tmp_path, option, value):
 @pytest.mark.parametrize(
     "metrics", [{"a": 10**400}, {"a": "0.5"}, {"a": b"0.5"}, [0.5], 0.5, {"a": [1, 2]}]
 )
-def test_metrics_that_are_no_numbers_by_name_are_refused(tmp_path, metrics):
+def test_rejects_non_numeric_metrics(tmp_path, metrics):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     with pytest.raises(errors.OptionError, match="must be"):
         ckpt.save(1, state(1), metrics=metrics)
     assert ckpt.steps() == []
 
 
-def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
+def test_unavailable_metrics_delete_nothing(tmp_path, caplog):
     def fails():
         raise RuntimeError("no such log")
 
@@ -639,7 +639,7 @@ def test_nothing_is_deleted_while_metrics_cannot_be_had(tmp_path, caplog):
     assert save(tmp_path, 3, keep=[LatestN(1)]) == [3]
 
 
-def test_metrics_from_elsewhere_may_be_nested_and_nan(tmp_path):
+def test_external_metrics_may_be_nested_and_nan(tmp_path):
     measured = {1: {"eval": {"accuracy": math.nan}}, 2: {"eval": {"accuracy": 0.1}}}
     options = {"keep": [BestN(1, ACC, "max")], "metrics_from": lambda: measured}
     assert save(tmp_path, 1, 2, 3, **options) == [2, 3]
@@ -716,7 +716,7 @@ def assert_the_older_step_is_there_until_a_new_one_is(ckpt):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
+def test_incomplete_new_step_deletes_nothing(tmp_path, damage):
     keep = [Damaging(tmp_path, DAMAGES[damage])]
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep)
     ckpt.save(1, SIZED, dataset=batches()).wait()
@@ -728,7 +728,7 @@ def test_nothing_is_deleted_if_the_new_step_is_not_whole(tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", OLD_DAMAGES)
-def test_nothing_is_deleted_if_the_newest_old_step_is_not_whole(tmp_path, damage):
+def test_incomplete_newest_step_of_old_layout_deletes_nothing(tmp_path, damage):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, SIZED, dataset=batches()).wait()
@@ -749,7 +749,7 @@ def test_nothing_is_deleted_if_the_newest_old_step_is_not_whole(tmp_path, damage
         ("no description", "was a checkpoint, .* wanted state/_METADATA"),
     ],
 )
-def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path, damage, told):
+def test_prune_deletes_nothing_if_newest_step_is_incomplete(tmp_path, damage, told):
     save(tmp_path, 1, 2)
     DAMAGES[damage](tmp_path / "2")
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -762,7 +762,7 @@ def test_prune_deletes_nothing_if_the_newest_step_is_not_whole(tmp_path, damage,
 
 
 @pytest.mark.parametrize("is_newest", [False, True])
-def test_damage_is_found_where_nothing_would_be_deleted(tmp_path, is_newest):
+def test_reports_damage_even_if_nothing_would_be_deleted(tmp_path, is_newest):
     save(tmp_path, 1, 2, 3)
     put_metrics(tmp_path, s1=0.3, s2=0.2, s3=0.1)
     damaged = 3 if is_newest else 1  # the best
@@ -779,7 +779,7 @@ def test_damage_is_found_where_nothing_would_be_deleted(tmp_path, is_newest):
         assert ckpt.prune(dry_run=True) == ()
 
 
-def test_a_step_that_nobody_may_read_hides_no_other_and_stays(caplog):
+def test_step_without_read_permission_stays_and_hides_no_other(caplog):
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         root = Path(name) / "run"
@@ -809,7 +809,7 @@ def test_a_step_that_nobody_may_read_hides_no_other_and_stays(caplog):
 
 
 @pytest.mark.parametrize("damage", ["small", "no manifest", "no description"])
-def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog, damage):
+def test_incomplete_kept_step_does_not_count(tmp_path, caplog, damage):
     save(tmp_path, *range(1, 7))
     put_metrics(tmp_path, **{f"s{step}": step / 10 for step in range(1, 5)})
     DAMAGES[damage](tmp_path / "4")  # the best
@@ -828,7 +828,7 @@ def test_a_kept_step_that_is_not_whole_does_not_count(tmp_path, caplog, damage):
     assert ckpt.steps() == [3, 4, 8]
 
 
-def test_a_copy_of_another_step_is_not_whole(tmp_path):
+def test_detects_copy_of_other_step(tmp_path):
     """As a backup leaves it that was interrupted, or made of the wrong step."""
     save_many(tmp_path, (1, 2, 3))
     shutil.rmtree(tmp_path / "3")
@@ -854,7 +854,7 @@ COMPRESSED = {
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
 @pytest.mark.parametrize("layout", COMPRESSED)
-def test_a_shorter_chunk_of_any_layout_is_found(tmp_path, layout, is_old):
+def test_detects_shortened_chunk_of_any_layout(tmp_path, layout, is_old):
     layout = flaxckpt.ArrayLayout(**COMPRESSED[layout])
     with flaxckpt.Checkpointer(tmp_path, layout=layout) as ckpt:
         for step, loss in enumerate([0.5, 0.1, 0.2, 0.3, 0.4], 1):
@@ -879,7 +879,7 @@ def cut_in_half(root, step):
     put(file, file.read_bytes()[: file.stat().st_size // 2])
 
 
-def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, caplog):
+def test_rechecks_whole_step_before_deleting_others_for_it(tmp_path, caplog):
     keep = [LatestN(1), BestN(1, "loss", "min"), EveryNSteps(10)]
     with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
 
@@ -898,7 +898,7 @@ def test_a_step_that_was_whole_is_looked_at_again_if_others_go_for_it(tmp_path, 
     assert "step 2 is damaged, so it does not count" in caplog.text
 
 
-def test_only_the_steps_that_matter_are_looked_at_again(tmp_path, monkeypatch):
+def test_rechecks_only_deciding_steps(tmp_path, monkeypatch):
     looked = []
     are_unchanged = seams.current("files.are_unchanged")
     seams.replace(
@@ -930,7 +930,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_no_file_of_others_is_deleted_with_a_step(tmp_path, caplog, name):
+def test_deletes_no_foreign_file_with_step(tmp_path, caplog, name):
     save(tmp_path, 1, 2)
     file = tmp_path / "1" / name
     file.parent.mkdir(exist_ok=True, parents=True)
@@ -950,7 +950,7 @@ def test_no_file_of_others_is_deleted_with_a_step(tmp_path, caplog, name):
     assert ckpt.steps() == [4]
 
 
-def test_no_file_of_others_is_deleted_with_an_item(tmp_path, caplog):
+def test_deletes_no_foreign_file_with_item(tmp_path, caplog):
     items = {"items": ("a", "b")}
     branches = {"a": state(1), "b": state(2)}
     with flaxckpt.Checkpointer(tmp_path, **items) as ckpt:
@@ -979,7 +979,7 @@ FLIPPED = {
 
 
 @pytest.mark.parametrize("what", FLIPPED)
-def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
+def test_prune_reads_newest_step_before_deleting(tmp_path, what):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     for step in (1, 2, 3):
         state = {**SIZED, "w": SIZED["w"] + step}
@@ -1005,7 +1005,7 @@ def test_prune_reads_the_newest_step_before_it_deletes(tmp_path, what):
     assert pruning.verify(3).problems.keys() == {"metrics/metrics"}
 
 
-def test_prune_deletes_nothing_if_the_newest_step_cannot_be_read(tmp_path, monkeypatch):
+def test_prune_deletes_nothing_if_newest_step_cannot_be_read(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     readv, bad = os.readv, f"/2/{SMALL}"
@@ -1047,7 +1047,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_is_found_whole(tmp_path, kind):
+def test_recognizes_every_layout_as_complete(tmp_path, kind):
     for step, layout in enumerate(LAYOUTS):
         options = {"keep": [LatestN(1)], "layout": layout}
         with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
@@ -1056,7 +1056,7 @@ def test_every_layout_is_found_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_old_layout_is_found_whole(tmp_path, kind):
+def test_recognizes_every_old_layout_as_complete(tmp_path, kind):
     for step, layout in enumerate(LAYOUTS):
         save_old(tmp_path, step, KINDS[kind], layout)
         ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -1071,7 +1071,7 @@ def save_old(root, step, state, layout):
     old_stores.make_directories(root / str(step))
 
 
-def test_sub_byte_types_are_found_whole(tmp_path):
+def test_recognizes_sub_byte_types_as_complete(tmp_path):
     tree = {"a": jnp.ones((5001,), "int4"), "b": jnp.ones((3, 5), "int2")}
     layout = flaxckpt.ArrayLayout(codec="compact")
     save_old(tmp_path, 0, tree, layout)
@@ -1088,7 +1088,7 @@ def test_sub_byte_types_are_found_whole(tmp_path):
 
 
 @pytest.mark.parametrize("cut", ["rename.withdraw", "files.remove_tree"])
-def test_next_save_finishes_a_cut_off_deletion(tmp_path, monkeypatch, cut):
+def test_next_save_finishes_interrupted_deletion(tmp_path, monkeypatch, cut):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
 
@@ -1142,7 +1142,7 @@ ADDING = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("metrics", slow.all_but([None, {"loss": 0.5}], [None]))
-def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics):
+def test_processes_adding_metrics_concurrently_lose_none(tmp_path, metrics):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1), metrics=metrics)
     adding = [
@@ -1169,7 +1169,7 @@ def test_processes_that_add_metrics_at_the_same_time_lose_none(tmp_path, metrics
     assert names(tmp_path) == ["1"]
 
 
-def test_metrics_that_are_no_numbers_stay_when_others_are_added(tmp_path):
+def test_adding_metrics_keeps_non_numeric_ones(tmp_path):
     save(tmp_path, 1)
     put_metrics(tmp_path, s1=0.5)
     file = tmp_path / "1/metrics/metrics"
@@ -1186,7 +1186,7 @@ def test_metrics_that_are_no_numbers_stay_when_others_are_added(tmp_path):
 
 @pytest.mark.parametrize("lost", [["metrics"], ["metrics", "digests"], None])
 @pytest.mark.parametrize("is_new", [False, True])
-def test_a_step_whose_metrics_are_missing_is_not_deleted(tmp_path, lost, is_new):
+def test_does_not_delete_step_with_missing_metrics(tmp_path, lost, is_new):
     keep = [LatestN(1), BestN(1, ACC, "max")]
     if is_new:
         with flaxckpt.Checkpointer(tmp_path) as ckpt:
@@ -1209,7 +1209,7 @@ def test_a_step_whose_metrics_are_missing_is_not_deleted(tmp_path, lost, is_new)
 
 
 @pytest.mark.parametrize("content", ["", '{"eval/accur', "[0.9]"])
-def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, content):
+def test_does_not_delete_step_with_damaged_metrics(tmp_path, caplog, content):
     keep = [LatestN(1), BestN(1, ACC, "max")]
     save(tmp_path, 1, 2, 3)
     put_metrics(tmp_path, s1=0.9, s2=0.5, s3=0.1)
@@ -1229,7 +1229,7 @@ def test_a_step_whose_metrics_are_damaged_is_not_deleted(tmp_path, caplog, conte
     assert save(tmp_path, 6, keep=[LatestN(1)]) == [6], "nobody asks for its metrics"
 
 
-def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
+def test_keeps_dataset_state_of_possibly_best_step(tmp_path):
     save_datasets(tmp_path, 1, 2, 3)
     put_metrics(tmp_path, s1=0.9, s3=0.5)
     (tmp_path / "1/metrics/metrics").write_text("")
@@ -1238,7 +1238,7 @@ def test_a_dataset_state_that_may_be_of_the_best_step_stays(tmp_path):
     assert has_datasets(ckpt) == {1: True, 2: False, 3: True}
 
 
-def test_metrics_appear_with_their_directory(tmp_path, monkeypatch):
+def test_creates_metrics_and_directory_atomically(tmp_path, monkeypatch):
     save(tmp_path, 1)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     seen = []
@@ -1283,7 +1283,7 @@ CHANGES_IN_BUCKETS = {
 
 
 @pytest.mark.parametrize("name", CHANGES_IN_BUCKETS)
-def test_a_step_in_a_bucket_whose_deletion_was_announced_is_not_changed(name):
+def test_rejects_changes_to_bucket_step_announced_for_deletion(name):
     change = CHANGES_IN_BUCKETS[name]
     with flaxckpt.Checkpointer(faulty_store.new_path("announced")) as run:
         run.save(1, {"w": np.ones(2)}).wait()
@@ -1299,7 +1299,7 @@ def test_a_step_in_a_bucket_whose_deletion_was_announced_is_not_changed(name):
         assert (path / "PINNED").is_file() or run.metadata(1).metrics != before
 
 
-def test_a_pin_that_fails_takes_back_no_pin_of_another_process():
+def test_failed_pin_does_not_undo_pin_of_other_process():
     with flaxckpt.Checkpointer(faulty_store.new_path("pinned-twice")) as run:
         run.save(1, {"w": np.ones(2)}).wait()
         other = flaxckpt.Checkpointer(run.directory)
@@ -1317,7 +1317,7 @@ def test_a_pin_that_fails_takes_back_no_pin_of_another_process():
 
 
 @pytest.mark.parametrize("before", ["deletion", "withdrawal"])
-def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, before):
+def test_late_pin_prevents_deletion(tmp_path, monkeypatch, caplog, before):
     caplog.set_level("INFO")
     save(tmp_path, 1, 2, 3)
     other = flaxckpt.Checkpointer(tmp_path)
@@ -1333,7 +1333,7 @@ def test_a_pin_that_was_set_holds_however_late(tmp_path, monkeypatch, caplog, be
     assert ckpt.steps() == [2, 3]
 
 
-def test_metrics_that_come_while_others_are_deleted_count(tmp_path, monkeypatch):
+def test_metrics_added_during_deletion_count(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3, 4)
     put_metrics(tmp_path, s1=0.1, s2=0.2, s3=0.3, s4=0.4)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")])
@@ -1353,7 +1353,7 @@ def test_metric_lowered_during_prune_spares_the_second_best(tmp_path, monkeypatc
     assert ckpt.steps() == [2, 4]
 
 
-def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch):
+def test_deletes_steps_on_full_disk(tmp_path, monkeypatch):
     save(tmp_path, 1, 2, 3)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     real = os.open
@@ -1374,7 +1374,7 @@ def test_without_space_for_one_more_file_steps_are_deleted(tmp_path, monkeypatch
     assert names(tmp_path) == ["3"]
 
 
-def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkeypatch):
+def test_awaited_save_leaves_deletions_to_next(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "retention.deleting_secs", 0)
     save(tmp_path, *range(9))
     waited = threading.Event()
@@ -1399,7 +1399,7 @@ def test_a_save_that_is_waited_for_leaves_deletions_to_the_next(tmp_path, monkey
     assert ckpt.save(10, state(10)).wait().deleted_steps == tuple(range(2, 10))
 
 
-def test_a_save_that_nobody_waits_for_deletes_all(tmp_path, monkeypatch):
+def test_unawaited_save_deletes_all(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "retention.deleting_secs", 0)
     save(tmp_path, *range(9))
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
@@ -1425,7 +1425,7 @@ PRUNING = """
 
 
 @pytest.mark.slow
-def test_processes_that_prune_at_the_same_time_delete_each_step_once(tmp_path):
+def test_processes_pruning_concurrently_delete_each_step_once(tmp_path):
     save_many(tmp_path, range(80))
     pruning = [
         subprocess.Popen(
@@ -1481,7 +1481,7 @@ def orbax_readers():
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("reader", orbax_readers())
-def test_orbax_reads_a_step_with_all_marks_and_no_dataset(marked, reader):
+def test_orbax_reads_step_with_all_marks_and_no_dataset(marked, reader):
     root, tree = marked
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree

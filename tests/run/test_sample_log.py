@@ -40,7 +40,7 @@ KERNEL = "params/dense/kernel"
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_each_save_records_the_statistics_of_its_leaves(tmp_path, codec):
+def test_each_save_records_statistics_of_its_leaves(tmp_path, codec):
     layout = flaxckpt.ArrayLayout(codec=codec)
     run_loop(tmp_path, train_state, layout)
     found = sample_log.read(tmp_path)
@@ -94,7 +94,7 @@ def test_items_and_staging_have_statistics(tmp_path):
         assert [s.leaves[KERNEL].max for s in found] == [1, 2, 3]
 
 
-def test_lines_that_cannot_be_read_are_left_out(tmp_path):
+def test_ignores_unreadable_lines(tmp_path):
     assert sample_log.read(tmp_path) == []
     run_loop(tmp_path, train_state)
     with (tmp_path / "statistics.jsonl").open("ab") as file:

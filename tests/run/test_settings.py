@@ -33,13 +33,13 @@ class Primes:
         return "Primes()"
 
 
-def test_every_policy_of_ours_is_known():
+def test_cases_cover_every_policy():
     ours = {cls.__name__ for cls in map(type, ALL)}
     not_policies = {"PreservationPolicy", "Ranked", "decide"}
     assert ours == set(policies.__all__) - not_policies
 
 
-def test_every_policy_is_read_as_it_was_recorded(tmp_path):
+def test_reads_every_policy_as_recorded(tmp_path):
     items = {"opt_state": [LatestN(1)]}
     options = {"keep": ALL, "keep_dataset": [LatestN(2)], "keep_items": items}
     state = {"params": STATE, "opt_state": STATE}
@@ -52,7 +52,7 @@ def test_every_policy_is_read_as_it_was_recorded(tmp_path):
     assert rules.items.state == ("params", "opt_state")
 
 
-def test_a_policy_of_the_user_may_keep_every_step(tmp_path):
+def test_custom_policy_may_keep_every_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[Primes(), LatestN(1)]) as ckpt:
         for step in (4, 5, 6):
             ckpt.save(step, STATE)
@@ -63,7 +63,7 @@ def test_a_policy_of_the_user_may_keep_every_step(tmp_path):
     assert kept == {5, 6}
 
 
-def test_policies_on_metrics_from_elsewhere_may_keep_every_step(tmp_path):
+def test_policies_on_external_metrics_may_keep_every_step(tmp_path):
     keep = [BestN(1, "loss", "min"), LatestN(1)]
     elsewhere = {1: {"loss": 0.5}, 2: {"loss": 1.0}}
     with flaxckpt.Checkpointer(
@@ -75,7 +75,7 @@ def test_policies_on_metrics_from_elsewhere_may_keep_every_step(tmp_path):
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
+def test_reader_explains_by_recorded_policies(tmp_path, is_staged):
     staging = {"staging": tmp_path / "ssd"} if is_staged else {}
     run = tmp_path / "run"
     keep = [LatestN(1), BestN(1, "loss", "min")]
@@ -97,7 +97,7 @@ def test_a_reader_explains_by_the_recorded_policies(tmp_path, is_staged):
     assert flaxckpt.Checkpointer(run, **staging).prune() == (), "it keeps all"
 
 
-def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
+def test_records_settings_when_they_change(tmp_path):
     def count():
         events = run_files.read_events(tmp_path)
         return sum(event.kind == "configured" for event in events)
@@ -116,7 +116,7 @@ def test_settings_are_recorded_when_they_change_and_now_and_then(tmp_path):
     assert settings.read(tmp_path, {}).rules.keep == (LatestN(1),)
 
 
-def test_settings_outlive_the_oldest_lines_of_a_journal(tmp_path):
+def test_repeats_settings_periodically(tmp_path):
     events = []
     recorder = settings.Recorder(_Lines(events), judge.Rules(), "{step}")
     for _ in range(1000):
@@ -138,7 +138,7 @@ class _Lines:
         return True
 
 
-def test_settings_that_could_not_be_recorded_are_recorded_at_the_next_save():
+def test_retries_failed_settings_record_at_next_save():
     events = []
     lines = _Lines(events, fails=[True, True])
     recorder = settings.Recorder(lines, judge.Rules(), "{step}")
@@ -178,13 +178,13 @@ def configured(**details):
         {"keep_if": "of a later version"},
     ],
 )
-def test_records_that_cannot_be_read_are_ignored(details, caplog):
+def test_ignores_unreadable_records(details, caplog):
     assert settings.last([configured()]).rules.keep == (LatestN(1),)
     assert settings.last([configured(**details)]) is None
     assert "are ignored" in caplog.text
 
 
-def test_a_record_without_its_policies_is_ignored(tmp_path):
+def test_ignores_record_without_policies(tmp_path):
     """A line of a journal that is too long loses its details."""
     event = Event("configured", None, "run", time.time(), {})
     assert settings.last([event]) is None
@@ -195,14 +195,14 @@ def test_a_record_without_its_policies_is_ignored(tmp_path):
     assert str(first).startswith("perhaps OnSteps([100, 101")
 
 
-def test_a_policy_of_a_later_version_may_keep_every_step():
+def test_policy_of_later_version_may_keep_every_step():
     [policy] = settings.last(
         [configured(keep=[{"policy": "Fibonacci", "start": 1}])]
     ).rules.keep
     assert str(policy) == "perhaps Fibonacci({'start': 1})"
 
 
-def test_settings_of_other_names_of_steps_do_not_count(tmp_path):
+def test_ignores_settings_of_other_step_format(tmp_path):
     raw = {"keep": [LatestN(10)], "step_format": "raw_{step}"}
     ema = {"keep": [LatestN(1)], "step_format": "ema_{step:04d}"}
     for options, steps in ((raw, (1, 2, 3)), (ema, (5,))):
@@ -214,7 +214,7 @@ def test_settings_of_other_names_of_steps_do_not_count(tmp_path):
     assert settings.read(tmp_path, {5: "5"}) is None
 
 
-def test_a_staging_directory_has_no_settings_of_its_own(tmp_path):
+def test_staging_directory_has_no_own_settings(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with flaxckpt.Checkpointer(far, keep=[LatestN(1)], staging=near) as ckpt:
         ckpt.save(1, STATE)
@@ -227,14 +227,14 @@ class Unprintable(Primes):
         raise RuntimeError("a deleted array")
 
 
-def test_a_policy_that_cannot_be_printed_does_not_fail_a_save(tmp_path):
+def test_unprintable_policy_does_not_fail_save(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[Unprintable()]) as ckpt:
         ckpt.save(2, STATE).wait()
     [policy] = settings.read(tmp_path, {}).rules.keep
     assert str(policy) == "perhaps Unprintable"
 
 
-def test_the_journal_has_the_values_of_metrics(tmp_path):
+def test_journal_records_metric_values(tmp_path):
     huge = {f"metric {i}" * 20: float(i) for i in range(2000)}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, STATE, metrics={"loss": 0.5, "odd": float("nan")}).wait()

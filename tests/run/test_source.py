@@ -48,9 +48,7 @@ def begin(directory, state, **options):
 
 
 @pytest.mark.slow
-def test_params_come_from_the_source_and_all_else_starts_afresh(
-    tmp_path, source, caplog
-):
+def test_loads_params_from_source_and_initializes_rest(tmp_path, source, caplog):
     path, old = source
     fresh = state_of(2, seed=1)
     with caplog.at_level(logging.WARNING):
@@ -62,14 +60,14 @@ def test_params_come_from_the_source_and_all_else_starts_afresh(
     assert not caplog.text  # nothing of this is unexpected
 
 
-def test_an_optimizer_that_keeps_the_params_gets_the_new_ones(tmp_path, source):
+def test_optimizer_holding_params_gets_new_ones(tmp_path, source):
     path, old = source
     tx = optax.contrib.schedule_free_adamw(1e-3)
     state, _ = begin(tmp_path / "run", state_of(2, seed=1, tx=tx), source=path)
     jax.tree.map(np.testing.assert_array_equal, old.params, state.opt_state.z)
 
 
-def test_the_own_newest_step_wins_and_is_not_transformed_again(tmp_path, source):
+def test_own_newest_step_wins_without_second_transform(tmp_path, source):
     path, old = source
     fresh = state_of(3, seed=1)
     steps = {"source_transforms": [grow("params/head", 1, 3, init="zeros")]}
@@ -82,19 +80,19 @@ def test_the_own_newest_step_wins_and_is_not_transformed_again(tmp_path, source)
     jax.tree.map(np.testing.assert_array_equal, first.params, again.params)
 
 
-def test_a_source_that_is_not_there_is_an_error_in_a_new_run(tmp_path):
+def test_missing_source_raises_error_in_new_run(tmp_path):
     with pytest.raises(errors.CheckpointNotFoundError):
         begin(tmp_path / "run", state_of(2, 0), source=tmp_path / "nowhere")
 
 
-def test_error_for_a_misfit_source_suggests_transforms(tmp_path, source):
+def test_error_for_mismatched_source_suggests_transforms(tmp_path, source):
     with pytest.raises(errors.RestoreMismatchError) as caught:
         begin(tmp_path / "run", state_of(3, 1), source=source[0])
     assert "params/head: wanted float32[4, 3], found float32[4, 2]" in str(caught.value)
     assert 'source_transforms=[drop(r"params/head")]' in str(caught.value)
 
 
-def test_a_fresh_head_is_asked_for(tmp_path, source):
+def test_initializes_fresh_head_on_request(tmp_path, source):
     path, old = source
     fresh = state_of(3, seed=1)
     state, _ = begin(
@@ -111,7 +109,7 @@ def test_a_fresh_head_is_asked_for(tmp_path, source):
 
 
 @pytest.mark.parametrize("optimizer", ["reinit", "match"])
-def test_the_log_of_a_source_counts_leaves_as_its_plan_does(
+def test_source_log_counts_leaves_like_plan(
     tmp_path, source, caplog, capsys, optimizer
 ):
     path, _ = source
@@ -137,7 +135,7 @@ def test_the_log_of_a_source_counts_leaves_as_its_plan_does(
     assert counts == f"{path}: {begin_anew}"
 
 
-def test_going_on_where_the_source_stood(tmp_path, source):
+def test_resumes_at_step_of_source(tmp_path, source):
     path, old = source
     state, start = begin(
         tmp_path / "run", state_of(2, seed=1), source=path, optimizer="match"
@@ -149,7 +147,7 @@ def test_going_on_where_the_source_stood(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_an_nnx_optimizer_starts_afresh_with_its_counter(tmp_path):
+def test_nnx_optimizer_restarts_with_its_counter(tmp_path):
     def build(seed):
         model = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -166,7 +164,7 @@ def test_an_nnx_optimizer_starts_afresh_with_its_counter(tmp_path):
     np.testing.assert_array_equal(state["model"].kernel, old["model"].kernel)
 
 
-def test_a_step_of_a_run_is_a_source(tmp_path):
+def test_uses_step_of_run_as_source(tmp_path):
     states = [state_of(2, seed) for seed in range(3)]
     with flaxckpt.Checkpointer(tmp_path / "old") as ckpt:
         for step, state in enumerate(states):
@@ -181,7 +179,7 @@ def test_a_step_of_a_run_is_a_source(tmp_path):
         assert origin.step == (2 if source_step is None else 0)
 
 
-def test_lineage_is_recorded_and_goes_on(tmp_path, source):
+def test_records_and_extends_lineage(tmp_path, source):
     path, _ = source
     moved = rename("params/trunk/(.*)", r"params/trunk/\1")
     fresh = state_of(2, seed=1)
@@ -207,7 +205,7 @@ def test_lineage_is_recorded_and_goes_on(tmp_path, source):
         "x",
     ],
 )
-def test_a_manifest_with_another_lineage_is_damaged(tmp_path, source, lineage):
+def test_rejects_manifest_with_invalid_lineage(tmp_path, source, lineage):
     path, _ = source
     manifest = json.loads((path / "flaxckpt.json").read_text())
     manifest["lineage"] = lineage
@@ -233,9 +231,7 @@ def test_a_manifest_with_another_lineage_is_damaged(tmp_path, source, lineage):
         ("model.msgpack", None),
     ],
 )
-def test_lineage_has_the_step_however_the_source_is_named(
-    tmp_path, monkeypatch, place, step
-):
+def test_lineage_records_step_for_any_source_path(tmp_path, monkeypatch, place, step):
     monkeypatch.chdir(tmp_path)
     state = {"w": jnp.ones(2)}
     for run in ("run", "memory://lineage-of-steps/run"):
@@ -257,12 +253,12 @@ def test_lineage_has_the_step_however_the_source_is_named(
     assert origin.step == step
 
 
-def test_a_run_without_a_source_has_no_lineage(tmp_path):
+def test_run_without_source_has_no_lineage(tmp_path):
     begin(tmp_path / "run", state_of(2, 0))
     assert flaxckpt.metadata(tmp_path / "run").lineage == ()
 
 
-def test_an_abstract_state_begins_at_step_0(tmp_path, source):
+def test_abstract_state_starts_at_step_0(tmp_path, source):
     path, old = source
     abstract = flaxckpt.abstract_state(state_of(2, seed=1))
     state, start = begin(tmp_path / "run", abstract, source=path)
@@ -274,7 +270,7 @@ def test_an_abstract_state_begins_at_step_0(tmp_path, source):
     assert (start, state.step, state.opt_state[0].count) == (0, 0, 0)
 
 
-def test_the_step_of_an_nnx_optimizer_is_where_the_source_stood(tmp_path):
+def test_resumes_at_step_of_nnx_optimizer_in_source(tmp_path):
     def build(seed, steps):
         model = nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -309,7 +305,7 @@ def test_optimizer_of_some_params_starts_with_its_own_moments(tmp_path, caplog):
     assert set(found.opt_state[0].mu) == {"trunk"}
 
 
-def test_warns_of_optimizer_leaves_that_start_afresh(tmp_path, source, caplog):
+def test_warns_about_reinitialized_optimizer_leaves(tmp_path, source, caplog):
     path, old = source
     fresh = state_of(2, seed=1)
     plain = {"params": fresh.params, "opt_state": fresh.opt_state, "step": 0}
@@ -320,7 +316,7 @@ def test_warns_of_optimizer_leaves_that_start_afresh(tmp_path, source, caplog):
     assert "initialized: opt_state/0/count" in caplog.text
 
 
-def test_steps_of_other_names_are_not_taken_for_an_empty_run(tmp_path, source):
+def test_steps_with_other_names_do_not_count_as_empty_run(tmp_path, source):
     _, old = source
     with flaxckpt.Checkpointer(tmp_path / "run", step_format="step_{step}") as ckpt:
         ckpt.save(7, old)
@@ -334,7 +330,7 @@ def test_steps_of_other_names_are_not_taken_for_an_empty_run(tmp_path, source):
     np.testing.assert_array_equal(old.params["head"], state.params["head"])
 
 
-def test_moments_of_another_transform_are_called_so(tmp_path):
+def test_error_names_moments_of_other_transform(tmp_path):
     state = state_of(2, seed=0)
     flaxckpt.save(tmp_path / "c", state)
     abstract = flaxckpt.abstract_state(
@@ -345,7 +341,7 @@ def test_moments_of_another_transform_are_called_so(tmp_path):
 
 
 @pytest.mark.parametrize("is_run", [True, False])
-def test_an_optimizer_goes_on_at_its_step_without_a_counter(tmp_path, caplog, is_run):
+def test_optimizer_resumes_at_its_step_without_counter(tmp_path, caplog, is_run):
     params = {"w": jnp.ones(2)}
     tx = optax.adam(1e-3)
     moments = tx.init(params)
@@ -373,7 +369,7 @@ def test_an_optimizer_goes_on_at_its_step_without_a_counter(tmp_path, caplog, is
     assert begin("no optimizer", tmp_path / "params", "match")[1] == 0
 
 
-def test_warns_if_the_source_lacks_the_step_counter(tmp_path, caplog):
+def test_warns_if_source_lacks_step_counter(tmp_path, caplog):
     params, tx = {"w": jnp.ones(2)}, optax.adam(1e-3)
     _, moments = tx.update(params, tx.init(params))
     with flaxckpt.Checkpointer(tmp_path / "source") as ckpt:

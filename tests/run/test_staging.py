@@ -54,7 +54,7 @@ def kinds(directory):
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_without_policies_all_steps_stay_in_staging(tmp_path, copies):
+def test_staging_keeps_all_steps_without_policies(tmp_path, copies):
     staging = tmp_path / "ssd"
     options = {"keep_staging": [], "staging_copies": copies}
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging, **options) as ckpt:
@@ -123,7 +123,7 @@ def test_directory_records_events_and_metadata_of_staging(store_path, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_run_on_two_tiers_equals_one_without(store_path, tmp_path, kind):
+def test_run_on_two_tiers_matches_run_without_staging(store_path, tmp_path, kind):
     def train(path, last, **options):
         batches = StepIndexed(lambda i: jnp.float32(i))
         with flaxckpt.Checkpointer(path, keep=[LatestN(2)], **options) as ckpt:
@@ -147,7 +147,7 @@ def test_a_run_on_two_tiers_equals_one_without(store_path, tmp_path, kind):
     assert train(path, 9, **staged)[1] == 9
 
 
-def test_without_staging_all_is_durable_in_the_directory(tmp_path):
+def test_saves_durably_in_directory_without_staging(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.save(1, state(1)).wait().tier == "directory"
         ckpt.wait_for_uploads()
@@ -158,7 +158,7 @@ def test_without_staging_all_is_durable_in_the_directory(tmp_path):
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_metrics_and_marks_follow_wherever_a_step_is(store_path, tmp_path, kind):
+def test_metrics_and_marks_follow_step_to_any_tier(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
         for step in (1, 2):
@@ -190,9 +190,7 @@ def test_metrics_and_marks_follow_wherever_a_step_is(store_path, tmp_path, kind)
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_the_best_step_by_late_metrics_stays_in_the_directory(
-    store_path, tmp_path, kind
-):
+def test_directory_keeps_best_step_by_late_metrics(store_path, tmp_path, kind):
     path = store_path(kind)
     keep = [LatestN(1), BestN(1, "loss", "min")]
     with flaxckpt.Checkpointer(
@@ -228,7 +226,7 @@ def test_temporary_steps_can_be_made_permanent_on_both_tiers(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, kind):
+def test_deletes_and_replaces_step_on_both_tiers(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
         for step in (1, 2, 3):
@@ -256,7 +254,7 @@ def test_a_step_is_deleted_from_both_and_replaced_on_both(store_path, tmp_path, 
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, kind):
+def test_pin_of_uploaded_step_survives_replacement(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
         for step in (1, 2):
@@ -274,7 +272,7 @@ def test_a_pin_stays_when_only_the_uploaded_step_has_it(store_path, tmp_path, ki
             assert not run_files.is_pinned(directory / "1")
 
 
-def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
+def test_uploads_changes_made_during_upload(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-changes")
     real = seams.current("transaction.copy")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
@@ -298,9 +296,7 @@ def test_changes_during_an_upload_are_uploaded_too(tmp_path, monkeypatch):
         assert flaxckpt.verify(path / "1").ok
 
 
-def test_an_upload_waits_for_the_save_that_has_just_renamed_its_step(
-    tmp_path, monkeypatch
-):
+def test_upload_waits_for_save_renaming_its_step(tmp_path, monkeypatch):
     """The upload of an earlier step may find a step before its save has ended."""
     real = seams.current("commit.publish")
     told = []
@@ -321,7 +317,7 @@ def test_an_upload_waits_for_the_save_that_has_just_renamed_its_step(
     strategies.assert_same(state(1), flaxckpt.load(tmp_path / "run"))
 
 
-def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
+def test_does_not_replace_step_during_upload(tmp_path):
     path = faulty.new_path("tiers-replaced")
     with flaxckpt.Checkpointer(path, staging=tmp_path / "ssd") as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -334,7 +330,7 @@ def test_a_step_is_not_replaced_while_it_is_uploaded(tmp_path):
     strategies.assert_same(state(1, "b"), flaxckpt.load(path))
 
 
-def test_prune_goes_by_the_policies_of_both(tmp_path):
+def test_prune_applies_policies_of_both_tiers(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging, keep_staging=()) as ckpt:
         for step in range(4):
@@ -351,7 +347,7 @@ def test_prune_goes_by_the_policies_of_both(tmp_path):
 
 @pytest.mark.parametrize("fallback", [True, False])
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_step_that_is_damaged_in_staging_comes_from_the_directory(
+def test_restores_damaged_staged_step_from_directory(
     store_path, tmp_path, kind, fallback
 ):
     path, staging = store_path(kind), tmp_path / "ssd"
@@ -383,7 +379,7 @@ def test_a_step_that_is_damaged_in_staging_comes_from_the_directory(
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_staging_may_be_lost(store_path, tmp_path, kind):
+def test_survives_loss_of_staging(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
         for step in (1, 2):
@@ -397,7 +393,7 @@ def test_staging_may_be_lost(store_path, tmp_path, kind):
     assert kinds(path)["committed"] == 3
 
 
-def test_the_newest_of_either_tier_is_restored(tmp_path):
+def test_restores_newest_step_of_either_tier(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
         ckpt.save(1, state(1))
@@ -442,7 +438,7 @@ def replace(path, step, text="b", **given):
 
 @pytest.mark.parametrize("is_reopened", [False, True])
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_step_replaced_in_the_directory_beats_its_old_copy(
+def test_step_replaced_in_directory_beats_its_old_copy(
     store_path, tmp_path, kind, is_reopened
 ):
     path, staging = store_path(kind), tmp_path / "ssd"
@@ -474,7 +470,7 @@ def test_a_step_replaced_in_the_directory_beats_its_old_copy(
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_changes_of_a_staged_step_skip_its_replacement(store_path, tmp_path, kind):
+def test_changes_of_staged_step_skip_its_replacement(store_path, tmp_path, kind):
     path, staging = store_path(kind), tmp_path / "ssd"
     told = []
     ckpt = flaxckpt.Checkpointer(path, staging=staging, sinks=[told.append])
@@ -493,7 +489,7 @@ def test_changes_of_a_staged_step_skip_its_replacement(store_path, tmp_path, kin
 
 
 @pytest.mark.parametrize("file", ["flaxckpt.json", "commit_success.txt"])
-def test_a_copy_that_is_damaged_in_the_directory_replaces_nothing(tmp_path, file):
+def test_damaged_copy_in_directory_replaces_nothing(tmp_path, file):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     ckpt = flaxckpt.Checkpointer(path, staging=staging)
     ckpt.save(1, state(1)).wait()
@@ -534,7 +530,7 @@ def refused(request, tmp_path):
     return ckpt, path, staging, str(told.value)
 
 
-def test_the_copy_in_staging_can_be_given_up(refused):
+def test_copy_in_staging_can_be_discarded(refused):
     ckpt, path, staging, told = refused
     assert f"delete the directory 1 in {staging}" in told
     shutil.rmtree(staging / "1")
@@ -544,7 +540,7 @@ def test_the_copy_in_staging_can_be_given_up(refused):
     flaxckpt.Checkpointer(path, staging=staging).close()
 
 
-def test_the_copy_in_the_directory_can_be_replaced(refused):
+def test_copy_in_directory_can_be_replaced(refused):
     ckpt, path, _, told = refused
     assert "save the result of restore(step=1) again" in told
     restored = ckpt.restore(step=1)
@@ -554,7 +550,7 @@ def test_the_copy_in_the_directory_can_be_replaced(refused):
     strategies.assert_same(state(1), flaxckpt.load(path, step=1))
 
 
-def test_a_step_of_another_writer_is_no_copy(refused):
+def test_step_of_other_writer_is_not_a_copy(refused):
     ckpt, path, staging, _ = refused
     with flaxckpt.Checkpointer(path) as other:
         other.add_metrics(1, {"loss": 1.0})
@@ -588,7 +584,7 @@ def test_uploads_resume_once_foreign_directories_are_moved(tmp_path):
 # ---- directories that are out of reach ----------------------------------------------
 
 
-def test_saves_go_on_while_the_directory_is_gone(tmp_path):
+def test_saves_continue_while_directory_is_unreachable(tmp_path):
     path, staging = faulty.new_path("tiers-gone"), tmp_path / "ssd"
     options = {"staging": staging, "keep": [LatestN(2)]}
     ckpt = flaxckpt.Checkpointer(path, **options)
@@ -629,9 +625,7 @@ def test_saves_go_on_while_the_directory_is_gone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["raw", "zstd"])
-def test_an_upload_that_is_cut_off_anywhere_is_made_later(
-    tmp_path, monkeypatch, layout
-):
+def test_completes_interrupted_upload_later(tmp_path, monkeypatch, layout):
     # The store answers at once: a later upload need not wait for late requests.
     seams.replace(monkeypatch, "locks.late_secs", 0.1)
     for last in range(0, 10_000, 2):
@@ -662,7 +656,7 @@ def test_an_upload_that_is_cut_off_anywhere_is_made_later(
     assert last > 10
 
 
-def test_no_part_of_an_upload_counts_as_a_step():
+def test_partial_upload_does_not_count_as_step():
     path = faulty.new_path("tiers-parts")
     with flaxckpt.Checkpointer(path) as ckpt:
         for step in (1, 2):
@@ -689,7 +683,7 @@ def test_no_part_of_an_upload_counts_as_a_step():
 
 
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
-def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
+def test_dead_endpoint_does_not_block(tmp_path, monkeypatch, how):
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     quick = flaxckpt.StoreOptions(deadline_secs=1, retries=1)
@@ -713,7 +707,7 @@ def test_a_dead_endpoint_holds_nothing_up(tmp_path, monkeypatch, how):
     assert ckpt._run.retention.explain()[1] == ["not uploaded"]
 
 
-def test_a_step_of_another_run_is_not_replaced(tmp_path):
+def test_does_not_replace_step_of_other_run(tmp_path):
     path = faulty.new_path("tiers-foreign")
     with faulty.faulty(path, last=0):
         ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
@@ -730,7 +724,7 @@ def test_a_step_of_another_run_is_not_replaced(tmp_path):
     strategies.assert_same(state(1, "b"), flaxckpt.load(path))
 
 
-def test_waiting_for_uploads_has_an_end(tmp_path, monkeypatch):
+def test_waiting_for_uploads_times_out(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
     ckpt.save(1, state(1)).wait()
@@ -760,7 +754,7 @@ def run_apart(target, *args):
 
 
 @pytest.mark.slow
-def test_a_program_that_just_ends_has_uploaded(tmp_path):
+def test_exiting_program_completes_upload(tmp_path):
     path = tmp_path / "run"
     process = run_apart(save_and_end, str(path), str(tmp_path / "ssd"), None)
     process.join(60)
@@ -769,7 +763,7 @@ def test_a_program_that_just_ends_has_uploaded(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_ends_though_its_directory_is_dead(tmp_path, monkeypatch):
+def test_program_exits_despite_dead_directory(tmp_path, monkeypatch):
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as dead:
@@ -816,7 +810,7 @@ def save_on(url, staging, log, begin):
         pytest.param("moto", 3, marks=pytest.mark.slow),
     ],
 )
-def test_acknowledged_steps_survive_a_kill_at_any_moment(
+def test_acknowledged_steps_survive_kill_at_any_moment(
     store_path, tmp_path, kind, rounds
 ):
     path, staging, log = store_path(kind), tmp_path / "ssd", tmp_path / "log"
@@ -859,7 +853,7 @@ def test_acknowledged_steps_survive_a_kill_at_any_moment(
 # ---- options ----------------------------------------------------------------------
 
 
-def test_staging_that_cannot_be_is_refused(tmp_path):
+def test_rejects_invalid_staging(tmp_path):
     run = tmp_path / "run"
     for staging, why in (
         ("memory://x/y", "on this machine"),
@@ -883,7 +877,7 @@ def test_staging_that_cannot_be_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("is_function", [True, False])
-def test_a_single_process_may_name_its_staging_by_its_index(tmp_path, is_function):
+def test_single_process_can_name_staging_by_index(tmp_path, is_function):
     template = f"{tmp_path}/ssd-{{process}}"
     staging = (lambda index: tmp_path / f"ssd-{index}") if is_function else template
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
@@ -894,7 +888,7 @@ def test_a_single_process_may_name_its_staging_by_its_index(tmp_path, is_functio
 
 
 @pytest.mark.parametrize("name", ["state/d/tree", "state/manifest.ocdbt"])
-def test_a_damaged_index_in_staging_is_read_from_the_directory(tmp_path, name):
+def test_reads_damaged_staging_index_from_directory(tmp_path, name):
     staging = tmp_path / "ssd"
     with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
         ckpt.save(1, {"x": np.arange(9)})
@@ -904,14 +898,14 @@ def test_a_damaged_index_in_staging_is_read_from_the_directory(tmp_path, name):
         assert np.array_equal(ckpt.restore()["x"], np.arange(9))
 
 
-def test_copies_need_staging(tmp_path):
+def test_staging_copies_require_staging(tmp_path):
     with pytest.raises(errors.OptionError, match="staging_copies needs a staging"):
         flaxckpt.Checkpointer(tmp_path / "run", staging_copies=1)
     with pytest.raises(errors.OptionError, match="staging_copies must be"):
         flaxckpt.Checkpointer(tmp_path, staging=tmp_path / "ssd", staging_copies=-1)
 
 
-def test_staging_comes_from_a_config(tmp_path):
+def test_config_sets_staging(tmp_path):
     config = CheckpointConfig.from_mapping(
         {
             "directory": str(tmp_path / "run"),
@@ -928,7 +922,7 @@ def test_staging_comes_from_a_config(tmp_path):
     assert steps_in(tmp_path / "ssd") == {2, 3}
 
 
-def test_a_reader_uploads_nothing(tmp_path):
+def test_reader_uploads_nothing(tmp_path):
     path, staging = faulty.new_path("tiers-reader"), tmp_path / "ssd"
     with faulty.faulty(path, last=0):
         ckpt = flaxckpt.Checkpointer(path, staging=staging)

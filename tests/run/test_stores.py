@@ -33,7 +33,7 @@ def train(path, last):
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
+def test_resumed_run_matches_uninterrupted_run(store_path, kind):
     path = store_path(kind)
     whole, _, _ = train(path / "whole", 9)
     train(path / "parts", 5)
@@ -47,7 +47,7 @@ def test_a_resumed_run_equals_the_run_it_would_have_been(store_path, kind):
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_steps_without_optimizer_and_states_of_data_are_kept_apart(store_path, kind):
+def test_deletes_temporary_steps_and_dataset_states_separately(store_path, kind):
     path = store_path(kind)
     with flaxckpt.Checkpointer(
         path, keep=[LatestN(3)], keep_dataset=[LatestN(1)]
@@ -84,7 +84,7 @@ def save_until_killed(url, at, is_there):
     slow.all_but(["0.small.0", "flaxckpt.json", run_files.COMMITTED], ["0.small.0"]),
 )
 @pytest.mark.parametrize("kind", REAL)
-def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
+def test_sweeps_and_repeats_killed_save(store_path, kind, at):
     url = str(store_path(kind))
     context = multiprocessing.get_context("spawn")
     is_there = context.Event()
@@ -109,7 +109,7 @@ def test_a_killed_save_is_swept_and_made_again(store_path, kind, at):
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_conversions_lead_to_stores_and_back(store_path, tmp_path, kind):
+def test_converts_to_stores_and_back(store_path, tmp_path, kind):
     path = store_path(kind)
     state = {"w": np.arange(5000, dtype=np.float32), "n": 3}
     flaxckpt.save(tmp_path / "local", state)
@@ -133,7 +133,7 @@ def test_conversions_lead_to_stores_and_back(store_path, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}])
-def test_orbax_checkpoint_in_a_store_needs_its_marker(
+def test_orbax_checkpoint_in_store_needs_its_marker(
     store_path, tmp_path, kind, options
 ):
     import orbax.checkpoint as ocp

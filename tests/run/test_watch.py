@@ -68,7 +68,7 @@ TRAINER = """
 
 
 @pytest.mark.slow
-def test_slow_reader_keeps_its_step_from_being_deleted(tmp_path):
+def test_slow_reader_prevents_deletion_of_its_step(tmp_path):
     root, stop = tmp_path / "run", tmp_path / "stop"
     trainer = python(TRAINER, root, stop)
     reader = flaxckpt.Checkpointer(root, read_only=True)
@@ -107,7 +107,7 @@ READER = """
 
 
 @pytest.mark.slow
-def test_lease_of_a_killed_reader_expires(tmp_path, monkeypatch):
+def test_lease_of_killed_reader_expires(tmp_path, monkeypatch):
     save(tmp_path, 1)
     reader = python(READER, tmp_path)
     assert reader.stdout.readline() == "1\n"
@@ -130,7 +130,7 @@ def test_lease_of_a_killed_reader_expires(tmp_path, monkeypatch):
 # ---- in one ----------------------------------------------------------------------
 
 
-def test_each_step_is_held_until_the_loop_goes_on(tmp_path):
+def test_holds_each_step_until_loop_continues(tmp_path):
     save(tmp_path, 1, 2, 3)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     held = ckpt.new_steps(timeout_secs=0)
@@ -146,7 +146,7 @@ def test_each_step_is_held_until_the_loop_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["break", "close", "error"])
-def test_a_loop_that_ends_early_holds_nothing(tmp_path, end):
+def test_loop_ending_early_holds_nothing(tmp_path, end):
     save(tmp_path, 1)
     steps = flaxckpt.Checkpointer(tmp_path).new_steps()
     try:
@@ -161,7 +161,7 @@ def test_a_loop_that_ends_early_holds_nothing(tmp_path, end):
     assert not leases(tmp_path)
 
 
-def test_a_dataset_state_that_may_be_read_stays(tmp_path):
+def test_keeps_dataset_state_while_reader_holds_step(tmp_path):
     batches = flaxckpt.datasets.StepIndexed(lambda i: i)
     with flaxckpt.Checkpointer(tmp_path, keep_dataset=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1), dataset=batches).wait()
@@ -173,7 +173,7 @@ def test_a_dataset_state_that_may_be_read_stays(tmp_path):
         assert not ckpt.metadata(1).has_dataset
 
 
-def test_a_step_that_is_being_read_is_not_deleted_on_demand(tmp_path):
+def test_delete_rejects_step_being_read(tmp_path):
     save(tmp_path, 1)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     for step in ckpt.new_steps(timeout_secs=0):
@@ -185,7 +185,7 @@ def test_a_step_that_is_being_read_is_not_deleted_on_demand(tmp_path):
 
 
 @pytest.mark.parametrize("rules", ["keep", "keep_dataset"])
-def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
+def test_reader_starting_during_decision_keeps_its_step(
     tmp_path, caplog, monkeypatch, rules
 ):
     caplog.set_level(logging.INFO, logger="flaxckpt")
@@ -214,7 +214,7 @@ def test_a_reader_that_comes_while_steps_are_judged_keeps_its_step(
     assert ready(tmp_path) == [1, 2], "nothing says any more that it is going"
 
 
-def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch):
+def test_late_noticed_reader_gets_its_step_back(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     real = seams.current("rename.withdraw")
 
@@ -233,7 +233,7 @@ def test_a_reader_that_is_seen_too_late_gets_its_step_back(tmp_path, monkeypatch
     assert ckpt.prune() == (1,)
 
 
-def test_a_step_that_is_about_to_go_is_not_given_out(tmp_path):
+def test_new_steps_skips_step_about_to_be_deleted(tmp_path):
     save(tmp_path, 1, 2)
     mark = tmp_path / "1" / run_files.DELETING
     mark.touch()
@@ -252,7 +252,7 @@ def age(file):
     os.utime(file, (found.st_atime - OLD, found.st_mtime - OLD))
 
 
-def test_a_reader_is_heard_of_again_and_again(tmp_path, monkeypatch):
+def test_reader_renews_its_lease(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     seams.replace(monkeypatch, "leases.expires_secs", 0.2)
     held = flaxckpt.Checkpointer(tmp_path).new_steps()
@@ -267,7 +267,7 @@ def test_a_reader_is_heard_of_again_and_again(tmp_path, monkeypatch):
     held.close()
 
 
-def test_steps_come_unprotected_where_nothing_can_be_written(
+def test_yields_unprotected_steps_where_nothing_is_writable(
     tmp_path, monkeypatch, caplog
 ):
     save(tmp_path, 1, 2)
@@ -285,7 +285,7 @@ def not_to_write(path, flags, *args, real=os.open, **kwargs):
     return real(path, flags, *args, **kwargs)
 
 
-def test_read_only_reader_sees_steps_of_cut_off_deletions(tmp_path, monkeypatch):
+def test_read_only_reader_sees_steps_of_interrupted_deletions(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     mark = tmp_path / "1" / run_files.DELETING
     mark.touch()
@@ -298,7 +298,7 @@ def test_read_only_reader_sees_steps_of_cut_off_deletions(tmp_path, monkeypatch)
         assert ready(tmp_path) == [1, 2]
 
 
-def test_a_reader_of_the_future_is_none(tmp_path):
+def test_ignores_lease_from_future(tmp_path):
     save(tmp_path, 1, 2)
     file = run_files.add_lease(tmp_path / "1")
     os.utime(file, (time.time() + 1e6, time.time() + 1e6))
@@ -308,7 +308,7 @@ def test_a_reader_of_the_future_is_none(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_loop_left_alone_holds_nothing_when_the_program_ends(tmp_path):
+def test_abandoned_loop_releases_its_lease_at_exit(tmp_path):
     save(tmp_path, 1)
     code = """
         import sys
@@ -327,7 +327,7 @@ def test_a_loop_left_alone_holds_nothing_when_the_program_ends(tmp_path):
     assert not leases(tmp_path)
 
 
-def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
+def test_reader_of_briefly_moved_step_leaves_no_file(tmp_path):
     save(tmp_path, 1)
     held = flaxckpt.Checkpointer(tmp_path).new_steps()
     assert next(held) == 1
@@ -337,7 +337,7 @@ def test_a_reader_whose_step_was_moved_for_a_moment_leaves_no_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_forked_child_keeps_the_lease_of_its_parent(tmp_path):
+def test_forked_child_keeps_lease_of_parent(tmp_path):
     save(tmp_path, 1)
     code = """
         import os, sys
@@ -369,7 +369,7 @@ def test_new_steps_skips_directories_named_like_steps(tmp_path):
     assert [path.name for path in (tmp_path / "2024").iterdir()] == ["notes.txt"]
 
 
-def test_a_step_saved_out_of_order_comes_too(tmp_path):
+def test_new_steps_yields_step_saved_out_of_order(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(10, state(10)).wait()
         seen = []
@@ -379,7 +379,7 @@ def test_a_step_saved_out_of_order_comes_too(tmp_path):
     assert seen == [10, 5]
 
 
-def test_names_of_readers_are_distinguished(tmp_path):
+def test_explain_distinguishes_reader_names(tmp_path):
     save(tmp_path, 1)
     for name, reader in (("my-host-12-ab", "my-host:12"), ("", "READING-")):
         lease = tmp_path / "1" / f"{run_files.READING}{name}"

@@ -12,7 +12,7 @@ ALL = sorted(state_dtypes._STORED_AS_IS | state_dtypes.STORED_AS_BYTES)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_stored_form_keeps_every_bit(name):
+def test_stored_form_keeps_every_bit(name):
     dtype = state_numpy_dtypes.to_numpy(name)
     assert state_numpy_dtypes.name(dtype) == name
     array = np.array([0, 1, 1, 0], dtype)
@@ -23,7 +23,7 @@ def test_the_stored_form_keeps_every_bit(name):
     assert back.tobytes() == array.tobytes()
 
 
-def test_bytes_in_foreign_order_are_swapped():
+def test_swaps_bytes_of_foreign_order():
     array = np.array([1, 2, 3], ">i4")
     stored = state_numpy_dtypes.to_stored(array)
     assert stored.dtype.isnative
@@ -31,7 +31,7 @@ def test_bytes_in_foreign_order_are_swapped():
 
 
 @pytest.mark.parametrize("name", ["object", "S4", "datetime64", "float128", "nonsense"])
-def test_other_types_are_refused(name):
+def test_rejects_other_types(name):
     with pytest.raises(errors.OptionError, match=name):
         state_numpy_dtypes.to_numpy(name)
     assert state_dtypes.stored_name(name) is None
@@ -55,7 +55,7 @@ def test_other_types_are_refused(name):
         ("float32", "complex64", False),
     ],
 )
-def test_only_floats_are_cast_freely(found, wanted, allowed):
+def test_casts_only_floats_freely(found, wanted, allowed):
     assert state_dtypes.restores_as(found, wanted) == allowed
 
 
@@ -79,14 +79,14 @@ def test_integers_grow_within_their_kind(found, wanted):
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_bounds_are_those_of_the_type(name):
+def test_bounds_match_type(name):
     low, high = state_dtypes.bounds(name)
     info = ml_dtypes.iinfo(state_numpy_dtypes.to_numpy(name))
     assert (low, high) == (info.min, info.max)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_sizes_are_those_of_numpy(name):
+def test_sizes_match_numpy(name):
     assert state_dtypes.check(name) == name
     itemsize = state_numpy_dtypes.to_numpy(name).itemsize
     assert state_dtypes.item_size(name) == itemsize
@@ -96,7 +96,7 @@ def test_sizes_are_those_of_numpy(name):
 
 @pytest.mark.parametrize("kind", "biufc")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
-def test_names_of_zarr_2_are_those_of_numpy(kind, size):
+def test_zarr_2_names_match_numpy(kind, size):
     try:
         name = np.dtype(f"<{kind}{size}").name
     except TypeError:
@@ -112,5 +112,5 @@ def test_names_of_zarr_2_are_those_of_numpy(kind, size):
 @pytest.mark.parametrize(
     "value", [True, 3, -(2**63), 2.5, 2j], ids=lambda value: type(value).__name__
 )
-def test_python_numbers_have_the_types_of_numpy(value):
+def test_python_numbers_have_numpy_types(value):
     assert state_dtypes.PYTHON_NUMBERS[type(value)] == np.asarray(value).dtype.name

@@ -152,7 +152,7 @@ states = st.recursive(
 @pytest.mark.slow
 @few_examples
 @hypothesis.given(state=states)
-def test_leaves_come_back_in_any_container(tmp_path_factory, state):
+def test_leaves_round_trip_in_any_container(tmp_path_factory, state):
     path = tmp_path_factory.mktemp("a") / "a"
     try:
         flaxckpt.save(path, state)
@@ -166,7 +166,7 @@ def test_leaves_come_back_in_any_container(tmp_path_factory, state):
     assert_same(state, flaxckpt.load(copy, types=[Pair, Record]))
 
 
-def test_a_conversion_keeps_leaves(tmp_path):
+def test_conversion_keeps_leaves(tmp_path):
     state = {"q": quantized(), "t": Tokenizer(["a"], np.ones(2))}
     flaxckpt.save(tmp_path / "a", state)
     flaxckpt.convert(tmp_path / "a", tmp_path / "a.safetensors")
@@ -175,7 +175,7 @@ def test_a_conversion_keeps_leaves(tmp_path):
     assert_same(state, flaxckpt.load(tmp_path / "a.msgpack", state))
 
 
-def test_the_parts_are_leaves_that_orbax_reads_as_a_dict(tmp_path):
+def test_orbax_reads_parts_as_dict(tmp_path):
     state = {"q": quantized(), "t": Tokenizer(["a", "é"], {"n": 3}), "m": Marker()}
     flaxckpt.save(tmp_path / "a", state)
     wanted = {"q/values", "q/scale", "t/vocabulary/0", "t/vocabulary/1", "t/state/n"}
@@ -193,7 +193,7 @@ def test_the_parts_are_leaves_that_orbax_reads_as_a_dict(tmp_path):
     assert_same({"q": quantized()}, again)
 
 
-def test_where_the_class_is_unknown_the_leaf_is_a_dict(tmp_path, caplog, monkeypatch):
+def test_leaf_of_unknown_class_becomes_dict(tmp_path, caplog, monkeypatch):
     flaxckpt.save(tmp_path / "a", {"q": quantized()})
     name = f"{Quantized.__module__}:{Quantized.__qualname__}"
     seams.replace(monkeypatch, "leaf_types.by_class", {})
@@ -208,7 +208,7 @@ def test_where_the_class_is_unknown_the_leaf_is_a_dict(tmp_path, caplog, monkeyp
 
 
 @pytest.mark.slow
-def test_another_program_needs_the_registration_only(tmp_path):
+def test_other_program_needs_only_registration(tmp_path):
     code = """
         import sys, flaxckpt
         class Own:
@@ -245,7 +245,7 @@ def optimizer(*before):
     return optax.chain(*before, optax.masked(optax.adam(0.1), is_trained))
 
 
-def test_optimizers_beside_such_leaves_are_restored_and_matched(tmp_path):
+def test_restores_and_matches_optimizers_with_custom_leaves(tmp_path):
     state = train_state(3.0, optimizer())
     grads = {"dense": jnp.ones((2, 2)), "frozen": quantized()}
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
@@ -270,7 +270,7 @@ class Model(nnx.Module):
         self.table = nnx.data([nnx.Variable(Tokenizer(["a", str(value)]))])
 
 
-def test_nnx_objects_hold_such_leaves(tmp_path):
+def test_nnx_objects_hold_custom_leaves(tmp_path):
     model = Model(3)
     tx = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
     flaxckpt.save(tmp_path / "a", (model, tx))
@@ -285,7 +285,7 @@ def test_nnx_objects_hold_such_leaves(tmp_path):
     assert_same(model.frozen.get_value(), state["frozen"].get_value())
 
 
-def test_a_variable_beside_its_module_is_shared_again(tmp_path):
+def test_variable_beside_its_module_stays_shared(tmp_path):
     model = Model(2)
     flaxckpt.save(tmp_path / "a", (model, {"frozen": model.frozen}))
     new = Model(1)
@@ -293,7 +293,7 @@ def test_a_variable_beside_its_module_is_shared_again(tmp_path):
     assert new.frozen is beside["frozen"]
 
 
-def test_a_loop_saves_the_leaf_of_the_last_reported_step(tmp_path):
+def test_loop_saves_leaf_of_last_reported_step(tmp_path):
     tokenizer = Tokenizer(state=np.zeros(3))
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
@@ -310,7 +310,7 @@ def test_a_loop_saves_the_leaf_of_the_last_reported_step(tmp_path):
         assert (found.state == step).all()
 
 
-def test_a_save_in_progress_has_the_values_of_the_call(tmp_path):
+def test_save_in_progress_keeps_values_of_call(tmp_path):
     tokenizer = Tokenizer(["a"], np.zeros(1000))
     handle = flaxckpt.save_async(tmp_path / "a", {"t": tokenizer})
     tokenizer.state += 1
@@ -324,7 +324,7 @@ def test_a_save_in_progress_has_the_values_of_the_call(tmp_path):
 # ---- restores of a part, transforms, templates -----------------------------------
 
 
-def test_transforms_reach_the_parts(tmp_path):
+def test_transforms_reach_parts(tmp_path):
     state = {"a": quantized(), "b": {"w": jnp.ones(3)}}
     flaxckpt.save(tmp_path / "a", state, transforms=[cast(".*/scale", "bfloat16")])
     found = flaxckpt.load(tmp_path / "a")["a"]
@@ -344,7 +344,7 @@ def test_transforms_reach_the_parts(tmp_path):
     )
 
 
-def test_a_template_may_have_a_part_or_be_abstract(tmp_path):
+def test_template_may_be_partial_or_abstract(tmp_path):
     state = {"a": quantized(), "b": [quantized(value=2), jnp.ones(4)]}
     flaxckpt.save(tmp_path / "a", state)
     assert_same({"a": state["a"]}, flaxckpt.load(tmp_path / "a", {"a": state["a"]}))
@@ -359,13 +359,13 @@ def test_a_template_may_have_a_part_or_be_abstract(tmp_path):
     assert flaxckpt.diff(tmp_path / "a", tmp_path / "a").is_empty
 
 
-def test_a_leaf_may_be_the_whole_state(tmp_path):
+def test_leaf_may_be_whole_state(tmp_path):
     flaxckpt.save(tmp_path / "a", quantized())
     assert_same(quantized(), flaxckpt.load(tmp_path / "a"))
     assert_same(quantized(), flaxckpt.load(tmp_path / "a", quantized(value=0)))
 
 
-def test_abstract_shards_of_parts_decide_where_they_are(tmp_path):
+def test_abstract_state_decides_sharding_of_parts(tmp_path):
     mesh = jax.make_mesh((len(jax.devices()),), ("x",))
     rows = len(jax.devices())
     state = {"q": quantized(rows)}
@@ -384,7 +384,7 @@ def test_abstract_shards_of_parts_decide_where_they_are(tmp_path):
 # ---- errors ----------------------------------------------------------------------
 
 
-def test_an_error_names_all_leaves_that_refuse_their_parts(tmp_path):
+def test_error_names_all_leaves_rejecting_their_parts(tmp_path):
     def wrong():
         return Quantized(jnp.ones((3, 2)), jnp.ones(5))
 
@@ -405,7 +405,7 @@ def test_an_error_names_all_leaves_that_refuse_their_parts(tmp_path):
     ].any()
 
 
-def test_an_error_names_the_parts_that_do_not_fit_a_template(tmp_path):
+def test_error_names_parts_not_matching_template(tmp_path):
     flaxckpt.save(tmp_path / "a", {"q": quantized(3)})
     with pytest.raises(errors.RestoreMismatchError, match="q/values: wanted int8"):
         flaxckpt.load(tmp_path / "a", {"q": quantized(4)})
@@ -414,7 +414,7 @@ def test_an_error_names_the_parts_that_do_not_fit_a_template(tmp_path):
 
 
 @pytest.mark.parametrize("vocabulary", [[], ["a"]])
-def test_a_leaf_is_never_restored_in_part(tmp_path, vocabulary):
+def test_partial_leaf_restore_requires_unused_ignore(tmp_path, vocabulary):
     flaxckpt.save(tmp_path / "a", {"t": Tokenizer(["a", "b"]), "w": 1})
     template = {"t": Tokenizer(vocabulary)}
     with pytest.raises(errors.RestoreMismatchError) as caught:
@@ -436,16 +436,14 @@ def test_a_leaf_is_never_restored_in_part(tmp_path, vocabulary):
         ({"a": {"b": lambda: 3}}, "x/p/a/b", "a function|the function"),
     ],
 )
-def test_an_error_names_the_leaf_whose_parts_cannot_be_saved(
-    tmp_path, parts, path, told
-):
+def test_error_names_leaf_with_unsavable_parts(tmp_path, parts, path, told):
     with pytest.raises(errors.UnsupportedLeafError, match=told) as caught:
         flaxckpt.save(tmp_path / "a", {"x": {"p": Picky(parts)}, "y": object()})
     assert list(caught.value.leaves) == [path, "y"]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_leaf_that_contains_itself_is_an_error(tmp_path):
+def test_self_containing_leaf_raises_error(tmp_path):
     leaf = Picky({})
     leaf._parts = {"a": leaf}
     with pytest.raises(errors.LeafNameError, match="is nested"):
@@ -477,7 +475,7 @@ def test_from_arrays_must_return_its_class(tmp_path, monkeypatch):
         ((Quantized, Quantized.parts, 1), "from_arrays must be a function, got 1"),
     ],
 )
-def test_only_classes_without_a_form_of_their_own_are_registered(given, told):
+def test_register_leaf_rejects_native_classes_and_invalid_functions(given, told):
     cls, to_arrays, from_arrays = given
     with pytest.raises(errors.OptionError, match=told):
         flaxckpt.register_leaf(cls, to_arrays=to_arrays, from_arrays=from_arrays)

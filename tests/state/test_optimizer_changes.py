@@ -182,14 +182,14 @@ def check(path, layout, change, writer="flaxckpt"):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", slow.all_but(LAYOUTS, ["train state"]))
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_keeps_the_moments(tmp_path, change, layout):
+def test_optimizer_change_keeps_moments(tmp_path, change, layout):
     check(tmp_path / "c", layout, change)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["train state", "opt", "average"])
 @pytest.mark.parametrize("change", ["groups", "stateless chain", "nested", "schedule"])
-def test_a_change_keeps_the_moments_that_orbax_wrote(tmp_path, change, layout):
+def test_optimizer_change_keeps_orbax_moments(tmp_path, change, layout):
     check(tmp_path / "c", layout, change, "orbax")
 
 
@@ -199,7 +199,7 @@ DOUBTFUL = {"average", "two networks"}
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS.keys() - DOUBTFUL))
-def test_complete_optimizers_of_one_network_are_a_chain(tmp_path, layout):
+def test_treats_optimizers_of_one_network_as_chain(tmp_path, layout):
     """Two of them in a tuple have moments of the same parameters."""
     saved = fill_layout(layout, SWAP[0])
     flaxckpt.save(tmp_path / "c", saved)
@@ -211,7 +211,7 @@ def test_complete_optimizers_of_one_network_are_a_chain(tmp_path, layout):
 
 
 @pytest.mark.parametrize("layout", sorted(DOUBTFUL))
-def test_optimizers_that_may_be_of_two_networks_are_refused(tmp_path, layout):
+def test_rejects_optimizers_of_possibly_two_networks(tmp_path, layout):
     flaxckpt.save(tmp_path / "c", fill_layout(layout, SWAP[0]))
     with pytest.raises(flaxckpt.errors.RestoreMismatchError, match="several"):
         flaxckpt.load(tmp_path / "c", LAYOUTS[layout](SWAP[1]))

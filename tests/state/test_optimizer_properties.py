@@ -109,7 +109,7 @@ def kinds_of(optimizer):
 )
 @hypothesis.given(cases())
 @pytest.mark.slow
-def test_no_value_is_of_another_transform(tmp_path_factory, case):
+def test_never_takes_values_from_another_transform(tmp_path_factory, case):
     layout, old, new = case
     tags = Tags()
     path = tmp_path_factory.mktemp("case") / "c"
@@ -130,9 +130,7 @@ def test_no_value_is_of_another_transform(tmp_path_factory, case):
         (["mine", "adam"], ["adam", "mine"]),
     ],
 )
-def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
-    tmp_path, kind, form, old, new
-):
+def test_custom_and_optax_states_never_mix_values(tmp_path, kind, form, old, new):
     # Nothing around the user's state says that it is the state of an optimizer.
     layout = Layout(kind, form, is_twin=False)
     old, new = (
@@ -144,9 +142,7 @@ def test_a_users_state_and_one_of_optax_take_no_value_of_each_other(
 
 @pytest.mark.parametrize("wrappers", [("", "mask"), ("mask", ""), ("mask", "label")])
 @pytest.mark.parametrize("wrapper", ["", "label", "mask"])
-def test_a_state_whose_leaves_are_all_masked_matches_nothing(
-    tmp_path, wrappers, wrapper
-):
+def test_matching_ignores_fully_masked_states(tmp_path, wrappers, wrapper):
     layout = Layout("dict", "train state", is_twin=False)
     parts = [Part("trace", f"trace{n}", each) for n, each in enumerate(wrappers)]
     same = {"g": Optimizer(tuple(parts), "chain", wrapper)}
@@ -159,7 +155,7 @@ def test_a_state_whose_leaves_are_all_masked_matches_nothing(
 
 
 @pytest.mark.parametrize("form", ["tuple", "one key", "list", "states", "critic"])
-def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
+def test_never_moves_counters_between_optimizers_without_moments(tmp_path, form):
     layout = Layout("dict", form, is_twin=False)
     schedules = Optimizer((Part("schedule", "one"), Part("schedule", "other")))
     clips = Optimizer((Part("clip", "one"), Part("clip", "other")))
@@ -170,7 +166,7 @@ def test_no_counter_goes_to_another_optimizer_without_moments(tmp_path, form):
 @pytest.mark.parametrize(
     ("old", "new"), [((0, 1, 2), (1, 2)), ((1, 2), (0, 1, 2)), ((0, 1), (1,))]
 )
-def test_no_counter_moves_to_another_place_in_a_tuple(tmp_path, wrapper, old, new):
+def test_never_moves_counters_to_other_tuple_positions(tmp_path, wrapper, old, new):
     # Elements that are wrapped may be optimizers, too, and would keep their places.
     layout = Layout("dict", "train state")
     old, new = (
@@ -199,7 +195,7 @@ LION = Optimizer((Part("lion", "lion0"), Part("schedule", "schedule1")))
         {"g": SCHEDULE, "d": ADAM},
     )
 )
-def test_no_value_of_orbax_is_of_another_transform(tmp_path_factory, case):
+def test_never_takes_orbax_values_from_another_transform(tmp_path_factory, case):
     layout, old, new = case
     tags = Tags()
     path = tmp_path_factory.mktemp("case") / "c"
@@ -214,9 +210,7 @@ def test_no_value_of_orbax_is_of_another_transform(tmp_path_factory, case):
 )
 @hypothesis.given(states.layouts, st.data())
 @pytest.mark.parametrize("writer", slow.all_but(["flaxckpt", "orbax"], ["flaxckpt"]))
-def test_an_unchanged_optimizer_keeps_every_value(
-    tmp_path_factory, writer, layout, data
-):
+def test_unchanged_optimizer_keeps_every_value(tmp_path_factory, writer, layout, data):
     same = {name: data.draw(states.optimizers()) for name in layout.names}
     tags = Tags()
     path = tmp_path_factory.mktemp("case") / "c"
@@ -243,7 +237,7 @@ def test_an_unchanged_optimizer_keeps_every_value(
     st.booleans(),
 )
 @pytest.mark.slow
-def test_renamed_parameters_take_their_moments_along(
+def test_renamed_parameters_keep_their_moments(
     tmp_path_factory, kind, form, kinds, wrapper, is_clipped
 ):
     layout = Layout(kind, form)

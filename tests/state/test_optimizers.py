@@ -57,13 +57,13 @@ def filled(state):
     )
 
 
-def test_the_zoo_is_large_enough():
+def test_zoo_has_enough_optimizers():
     assert len(ZOO) >= 30
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ZOO)
-def test_a_state_comes_back_without_a_template_in_its_own_classes(tmp_path, name):
+def test_load_without_template_restores_classes(tmp_path, name):
     state = filled(create(name))
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c")
@@ -75,7 +75,7 @@ def test_a_state_comes_back_without_a_template_in_its_own_classes(tmp_path, name
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_derived_specs_are_valid_and_follow_the_parameters(name):
+def test_derived_specs_are_valid_and_match_parameters(name):
     rules = [
         (pattern, spec)
         for pattern, spec in SPECS
@@ -124,7 +124,7 @@ def abstract(tx):
     return flaxckpt.abstract_state(make, mesh=MESH, leaf_rules=rules)
 
 
-def test_the_table_in_the_docs_is_true():
+def test_docs_table_is_up_to_date():
     document = ROOT / "docs/optimizer-specs.md"
     written = document.read_text()
     if f"optax {optax.__version__}." not in written:
@@ -132,7 +132,7 @@ def test_the_table_in_the_docs_is_true():
     assert written == optax_zoo.table()
 
 
-def test_factored_moments_are_split_by_the_axes_they_keep():
+def test_shards_factored_moments_along_kept_axes():
     found = abstract(ZOO["adafactor"])
     assert spec_of(found, 0, "v_row", "embed") == ["model"]
     assert spec_of(found, 0, "v_col", "embed") == ["data"]
@@ -144,20 +144,20 @@ def test_factored_moments_are_split_by_the_axes_they_keep():
     jax.__version_info__ < (0, 10),
     reason="before 0.10 jax does not say how factored moments are split",
 )
-def test_jax_decides_the_split_of_square_factored_moments():
+def test_jax_decides_sharding_of_square_factored_moments():
     found = abstract(ZOO["adafactor"])
     rows_and_columns = [spec_of(found, 0, f, "square") for f in ("v_row", "v_col")]
     assert sorted(rows_and_columns) == [["data"], ["model"]]
 
 
-def test_a_history_of_moments_is_not_split_along_time():
+def test_does_not_shard_moment_history_along_time():
     found = abstract(ZOO["lbfgs"])
     leaf = found.opt_state[0].diff_params_memory["embed"]
     assert leaf.shape == (3, 16, 8)
     assert ways(leaf.sharding.spec) == [None, "data", "model"]
 
 
-def test_leaf_rule_overrides_the_derived_sharding():
+def test_leaf_rule_overrides_derived_sharding():
     def make():
         return train_state.TrainState.create(
             apply_fn=None, params=PARAMS, tx=optax.adam(1e-3)
@@ -170,7 +170,7 @@ def test_leaf_rule_overrides_the_derived_sharding():
     assert ways(found.opt_state[0].mu["embed"].sharding.spec) == ["data", "model"]
 
 
-def test_leaves_without_derived_sharding_are_replicated_with_warning(caplog):
+def test_replicates_leaves_without_derived_sharding_with_warning(caplog):
     def init(params):
         return optax.TraceState(trace=jnp.zeros((5, 7, 9)))
 
@@ -221,7 +221,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("concrete", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_moments_survive_a_change_of_the_optimizer(tmp_path, change, concrete):
+def test_optimizer_change_keeps_moments(tmp_path, change, concrete):
     old, new = CHANGES[change]
     saved = state_of(old, seed=1)
     flaxckpt.save(tmp_path / "c", saved)
@@ -247,7 +247,7 @@ def test_moments_survive_a_change_of_the_optimizer(tmp_path, change, concrete):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other), info.path)
 
 
-def test_masks_and_groups_keep_the_moments_of_each_parameter(tmp_path):
+def test_masks_and_groups_keep_moments_of_each_parameter(tmp_path):
     saved = state_of(ADAM, seed=1)
     flaxckpt.save(tmp_path / "c", saved)
     for tx in (ZOO["masked by a function"], ZOO["multi_transform"], ZOO["freeze"]):
@@ -275,7 +275,7 @@ def test_new_parameters_get_fresh_moments(tmp_path):
         flaxckpt.load(tmp_path / "c", wanted)
 
 
-def test_an_ambiguous_role_is_an_error_that_lists_the_candidates(tmp_path):
+def test_ambiguous_role_error_lists_candidates(tmp_path):
     tx = optax.multi_transform(
         {"matrix": optax.adam(1e-3), "rest": optax.adam(1e-2)}, labels
     )
@@ -289,7 +289,7 @@ def test_an_ambiguous_role_is_an_error_that_lists_the_candidates(tmp_path):
     assert 'optimizer="reinit"' in str(info.value)
 
 
-def test_exact_looks_at_paths_only(tmp_path):
+def test_exact_matches_by_path_only(tmp_path):
     flaxckpt.save(tmp_path / "c", state_of(ADAM, seed=1))
     wanted = state_of(optax.chain(optax.clip(1.0), ADAM))
     with pytest.raises(flaxckpt.errors.RestoreMismatchError) as caught:
@@ -298,7 +298,7 @@ def test_exact_looks_at_paths_only(tmp_path):
 
 
 @pytest.mark.parametrize("concrete", [True, False])
-def test_reinit_makes_the_optimizer_for_the_restored_parameters(tmp_path, concrete):
+def test_reinit_initializes_optimizer_from_restored_parameters(tmp_path, concrete):
     params = jax.tree.map(lambda p: p * 3, PARAMS)
     flaxckpt.save(tmp_path / "c", state_of(ADAM, params, seed=1))
     tx = ZOO["schedule_free"]
@@ -309,7 +309,7 @@ def test_reinit_makes_the_optimizer_for_the_restored_parameters(tmp_path, concre
     strategies.assert_same_state(tx.init(params), found.opt_state)
 
 
-def test_orbax_checkpoints_are_matched_by_field_and_parameter(tmp_path):
+def test_matches_orbax_checkpoints_by_field_and_parameter(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     saved = state_of(ADAM, seed=1)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -319,7 +319,7 @@ def test_orbax_checkpoints_are_matched_by_field_and_parameter(tmp_path):
     strategies.assert_same_state(before, after)
 
 
-def test_new_moments_are_where_the_state_wants_them(tmp_path):
+def test_new_moments_get_requested_shardings(tmp_path):
     flaxckpt.save(tmp_path / "c", state_of(optax.sgd(1e-2)))
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rules = [(p, s) for p, s in SPECS if "fast" not in p]
@@ -381,7 +381,7 @@ def test_suffixes_decide_only_unambiguous_specs(path, shape, spec, rule):
     assert ways(found[path].spec) == ways(spec)
 
 
-def test_specs_by_types_win_unless_jax_lost_the_sharding():
+def test_specs_by_types_win_unless_jax_lost_sharding():
     params = [param("w", (8, 8), "x", "y")]
     leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
     by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
@@ -429,7 +429,7 @@ def wrapped(names):
 @pytest.mark.slow
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(wrappers(), wrappers())
-def test_adam_moments_are_found_in_any_surroundings(tmp_path_factory, before, after):
+def test_finds_adam_moments_in_any_wrappers(tmp_path_factory, before, after):
     params = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(2)}
     saved = state_of(wrapped(before), params, seed=1)
     path = tmp_path_factory.mktemp("match") / "c"
@@ -447,7 +447,7 @@ def nnx_model(tx):
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
-def test_nnx_optimizers_keep_their_moments_too(tmp_path):
+def test_nnx_optimizer_change_keeps_moments(tmp_path):
     saved = nnx_model(ADAM)
     for leaf in jax.tree.leaves(
         saved[1].opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -479,7 +479,7 @@ def pair_of_networks(tx, **params):
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_two_optimizers_in_one_state_keep_apart(tmp_path, writer):
+def test_keeps_two_optimizers_in_one_state_apart(tmp_path, writer):
     saved = pair_of_networks(ADAM)
     for i, name in enumerate(saved):
         saved[name] = saved[name].replace(
@@ -497,7 +497,7 @@ def test_two_optimizers_in_one_state_keep_apart(tmp_path, writer):
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_a_new_parameter_does_not_take_the_moments_of_its_namesake(tmp_path, writer):
+def test_new_parameter_does_not_take_moments_of_namesake(tmp_path, writer):
     params = {"w": jnp.ones((3, 2)), "head": jnp.ones(2)}
     saved = pair_of_networks(ADAM, **params)
     saved["generator"] = state_of(ADAM, {"w": params["w"]})
@@ -510,7 +510,7 @@ def test_a_new_parameter_does_not_take_the_moments_of_its_namesake(tmp_path, wri
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_a_counter_is_not_taken_from_another_transform(tmp_path, writer):
+def test_does_not_take_counter_from_another_transform(tmp_path, writer):
     saved = state_of(ADAM).replace(step=7)
     saved = saved.replace(opt_state=jax.tree.map(lambda x: x + 7, saved.opt_state))
     save_with(writer, tmp_path / "c", saved)
@@ -521,7 +521,7 @@ def test_a_counter_is_not_taken_from_another_transform(tmp_path, writer):
         assert int(counter.count) == 0
 
 
-def test_moments_of_another_kind_are_not_taken(tmp_path, caplog):
+def test_does_not_take_moments_of_another_kind(tmp_path, caplog):
     flaxckpt.save(tmp_path / "c", state_of(ADAM, seed=1))
     found = flaxckpt.load(tmp_path / "c", state_of(optax.adabelief(1e-3)))
     fresh = state_of(optax.adabelief(1e-3))
@@ -529,7 +529,7 @@ def test_moments_of_another_kind_are_not_taken(tmp_path, caplog):
     assert "initialized" in caplog.text
 
 
-def test_a_class_that_optax_has_renamed_is_found(tmp_path):
+def test_recognizes_renamed_optax_class(tmp_path):
     saved = state_of(ADAM, seed=1)
     flaxckpt.save(tmp_path / "c", saved)
     manifest = tmp_path / "c/flaxckpt.json"
@@ -539,7 +539,7 @@ def test_a_class_that_optax_has_renamed_is_found(tmp_path):
     strategies.assert_same_state(saved.opt_state, found.opt_state)
 
 
-def test_an_optimizer_without_moments_takes_none_of_another_network(tmp_path):
+def test_optimizer_without_moments_takes_none_from_another_network(tmp_path):
     params = {"w": jnp.ones((3, 2))}
     adam, sgd = state_of(ADAM, params, seed=1), state_of(optax.sgd(1e-2), params)
     flaxckpt.save(tmp_path / "c", {"g": adam, "d": sgd})
@@ -555,7 +555,7 @@ def test_an_optimizer_without_moments_takes_none_of_another_network(tmp_path):
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_equal_transforms_that_were_added_or_removed_are_ambiguous(tmp_path, writer):
+def test_rejects_adding_or_removing_equal_transforms(tmp_path, writer):
     one = optax.chain(optax.trace(0.9))
     two = optax.chain(optax.trace(0.5), optax.trace(0.9))
     for old, new in ((one, two), (two, one)):
@@ -566,7 +566,7 @@ def test_equal_transforms_that_were_added_or_removed_are_ambiguous(tmp_path, wri
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_as_many_equal_transforms_keep_their_order(tmp_path, writer):
+def test_same_number_of_equal_transforms_keeps_order(tmp_path, writer):
     saved = state_of(optax.chain(optax.trace(0.5), optax.trace(0.9)), seed=1)
     save_with(writer, tmp_path / "c", saved)
     clipped = optax.chain(optax.clip(1.0), optax.trace(0.5), optax.trace(0.9))
@@ -574,7 +574,7 @@ def test_as_many_equal_transforms_keep_their_order(tmp_path, writer):
     strategies.assert_same_state(saved.opt_state, found.opt_state[1:])
 
 
-def test_a_bare_optimizer_state_starts_afresh_with_its_own_values(tmp_path):
+def test_bare_optimizer_state_starts_with_its_own_values(tmp_path):
     params = {"w": jnp.ones((3, 2))}
     state = {"s": state_of(ADAM, params, seed=1), "p": params}
     flaxckpt.save(tmp_path / "c", {**state, "opt": optax.sgd(1e-2).init(params)})
@@ -582,7 +582,7 @@ def test_a_bare_optimizer_state_starts_afresh_with_its_own_values(tmp_path):
     strategies.assert_same_state(ADAM.init(params), found["opt"])
 
 
-def test_new_moments_are_made_on_a_mesh_with_explicit_axes(tmp_path):
+def test_initializes_moments_on_mesh_with_explicit_axes(tmp_path):
     params = {"w": jnp.ones((8, 2))}
     flaxckpt.save(tmp_path / "c", state_of(ADAM, params, seed=1))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
@@ -622,7 +622,9 @@ def nested_params(kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
-def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):
+def test_does_not_mistake_parameter_classes_for_optimizer_states(
+    tmp_path, kind, writer
+):
     params = nested_params(kind)
     saved = state_of(ADAM, params, seed=1)
     save_with(writer, tmp_path / "adam", saved)
@@ -642,7 +644,7 @@ def test_the_classes_of_parameters_are_no_states(tmp_path, kind, writer):
 
 
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
-def test_roles_name_the_transform_for_all_kinds_of_parameters(kind):
+def test_roles_name_transform_for_all_kinds_of_parameters(kind):
     flat = state_flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
     found = {
         path: known.role(path)[:3]
@@ -654,7 +656,7 @@ def test_roles_name_the_transform_for_all_kinds_of_parameters(kind):
     assert found["opt_state/acc_grads/b/w"] == ("MultiStepsState", "acc_grads", "b/w")
 
 
-def test_a_state_of_a_users_own_is_not_taken_for_another_with_its_fields(tmp_path):
+def test_custom_state_does_not_match_optax_state_with_same_fields(tmp_path):
     mine = optimizer_states.mine()
     saved = state_of(mine, seed=1)
     flaxckpt.save(tmp_path / "c", saved)
@@ -683,7 +685,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("name", SEVERAL)
-def test_optimizers_in_one_container_are_kept_apart(tmp_path, name, writer):
+def test_keeps_optimizers_in_one_container_apart(tmp_path, name, writer):
     params = {key: {"w": jnp.ones((3, 2))} for key in ("g", "d")}
     sgd = optax.sgd(1e-2).init(params["g"])
     adam = ADAM.init(params["g"])
@@ -706,7 +708,7 @@ def test_optimizers_in_one_container_are_kept_apart(tmp_path, name, writer):
     strategies.assert_same_state(wanted, found)
 
 
-def test_the_transforms_of_one_chain_are_not_several_optimizers(tmp_path):
+def test_treats_transforms_of_one_chain_as_one_optimizer(tmp_path):
     """Even if there is an average of the parameters, of which they may be."""
 
     def state(tx, seed=None):
@@ -762,7 +764,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_no_counter_goes_to_moments_of_other_parameters(tmp_path, name, writer):
+def test_never_moves_counter_to_moments_of_other_parameters(tmp_path, name, writer):
     adam, other = PAIRS[name]
     saved = raised(of_subtrees(adam, other))
     save_with(writer, tmp_path / "c", saved)
@@ -774,7 +776,7 @@ def test_no_counter_goes_to_moments_of_other_parameters(tmp_path, name, writer):
 
 @pytest.mark.parametrize("is_twin", [True, False])
 @pytest.mark.parametrize("name", PAIRS)
-def test_one_of_two_optimizers_in_a_tuple_may_change(tmp_path, name, is_twin):
+def test_change_of_one_optimizer_in_tuple_keeps_other_one(tmp_path, name, is_twin):
     adam, other = PAIRS[name]
     saved = raised(of_branches(adam, other, is_twin=is_twin))
     flaxckpt.save(tmp_path / "c", saved)
@@ -802,7 +804,7 @@ def as_pure_dict(pair):
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("new", [ADAM, CHANGES["clip added"][1]])
-def test_a_state_without_classes_keeps_its_moments(tmp_path, new, writer):
+def test_state_without_classes_keeps_moments(tmp_path, new, writer):
     saved = state_of(ADAM, seed=1)
     for name, written in (
         ("whole", without_classes(saved)),
@@ -815,7 +817,7 @@ def test_a_state_without_classes_keeps_its_moments(tmp_path, new, writer):
 
 
 @pytest.mark.parametrize("plain", [as_state, as_pure_dict])
-def test_an_nnx_optimizer_without_classes_keeps_its_moments(tmp_path, plain):
+def test_nnx_optimizer_without_classes_keeps_moments(tmp_path, plain):
     saved = nnx_model(ADAM)
     nnx.update(saved[1], jax.tree.map(lambda leaf: leaf + 3, nnx.state(saved[1])))
     flaxckpt.save(tmp_path / "c", plain(saved))
@@ -832,7 +834,7 @@ def test_an_nnx_optimizer_without_classes_keeps_its_moments(tmp_path, plain):
 
 
 @pytest.mark.parametrize("writer", ["flaxckpt", "orbax"])
-def test_without_classes_transforms_are_identified_by_their_fields(tmp_path, writer):
+def test_identifies_transforms_without_classes_by_fields(tmp_path, writer):
     lion, clipped = optax.lion(1e-3), optax.chain(optax.clip(1.0), optax.lion(1e-3))
     saved = state_of(lion, seed=1)
     save_with(writer, tmp_path / "lion", without_classes(saved))

@@ -117,9 +117,7 @@ def saved(tmp_path, state, layout=None, **options):
 @pytest.mark.sampled(3)
 @states
 @pytest.mark.parametrize("is_old", [False, True], ids=["database", "directories"])
-def test_items_are_shared_again_when_they_are_restored_together(
-    tmp_path, name, is_old, caplog
-):
+def test_load_restores_sharing_between_items(tmp_path, name, is_old, caplog):
     state = STATES[name]()
     path = saved(tmp_path, state)
     if is_old:
@@ -135,7 +133,7 @@ def test_items_are_shared_again_when_they_are_restored_together(
 
 
 @states
-def test_an_item_is_restored_alone(tmp_path, name, caplog):
+def test_restores_single_item(tmp_path, name, caplog):
     state = STATES[name]()
     path = saved(tmp_path, state)
     wanted = branches(STATES[name](1))
@@ -174,7 +172,7 @@ def test_orbax_restores_each_item_alone(tmp_path, name):
             assert len(ours) == len(theirs)
 
 
-def test_all_variables_are_in_each_item(tmp_path):
+def test_each_item_contains_all_variables(tmp_path):
     """An optimizer before its model has the model's variables, and so has the model."""
     path = saved(tmp_path, backwards())
     leaves = flaxckpt.metadata(path).leaves
@@ -184,7 +182,7 @@ def test_all_variables_are_in_each_item(tmp_path):
     assert {"first/kernel", "layers/1/bias", "mean"} < inside
 
 
-def test_arrays_of_shared_modules_are_repeated_too(tmp_path):
+def test_repeats_arrays_of_shared_modules(tmp_path):
     """Arrays that are no variables belong to their module."""
 
     def create(value):
@@ -201,7 +199,7 @@ def test_arrays_of_shared_modules_are_repeated_too(tmp_path):
     assert found["optimizer"].model is found["model"]
 
 
-def test_an_optimizer_may_be_deleted_from_old_steps(tmp_path):
+def test_deletes_optimizer_from_old_steps(tmp_path):
     state = STATES["dict"]()
     options = {
         "items": ("model", "optimizer"),
@@ -222,7 +220,7 @@ def unequal(tmp_path):
     return saved(tmp_path, separate), separate
 
 
-def test_items_of_other_values_are_refused_together(tmp_path):
+def test_rejects_loading_items_with_unequal_shared_values(tmp_path):
     path, separate = unequal(tmp_path)
     with pytest.raises(errors.RestoreMismatchError) as info:
         flaxckpt.load(path, STATES["dict"](2))
@@ -241,7 +239,7 @@ def test_items_of_other_values_are_refused_together(tmp_path):
             ckpt.restore(STATES["dict"](2))
 
 
-def test_orbax_items_are_shared_again(tmp_path):
+def test_restores_sharing_between_orbax_items(tmp_path):
     """A program that saves the states of both objects has the variables twice."""
     model, optimizer = pair()
     with ocp.CheckpointManager(tmp_path, item_names=("model", "optimizer")) as manager:
@@ -256,7 +254,7 @@ def test_orbax_items_are_shared_again(tmp_path):
     assert found["optimizer"].model is found["model"]
 
 
-def test_items_that_lack_the_repeated_variables_are_shared_too(tmp_path):
+def test_restores_sharing_if_one_item_lacks_repeated_variables(tmp_path):
     """Another program may save the optimizer without the model's variables."""
     model, optimizer = pair()
     opt_state = nnx.state(optimizer, nnx.optimizer.OptState)
@@ -267,14 +265,14 @@ def test_items_that_lack_the_repeated_variables_are_shared_too(tmp_path):
     assert found["optimizer"].model is found["model"]
 
 
-def test_a_state_of_one_item_has_the_variables_once(tmp_path):
+def test_single_item_state_stores_variables_once(tmp_path):
     flaxckpt.save(tmp_path / "c", STATES["dict"]())
     leaves = flaxckpt.metadata(tmp_path / "c").leaves
     assert not any(path.startswith("optimizer/model") for path in leaves)
 
 
 @pytest.mark.parametrize("pattern", ["model/.*kernel", "optimizer/model/.*kernel"])
-def test_a_transform_of_one_of_the_items_is_refused(tmp_path, pattern):
+def test_rejects_transform_of_only_one_item(tmp_path, pattern):
     state = STATES["dict"]()
     for change in (
         flaxckpt.transforms.cast(pattern, "bfloat16"),
@@ -285,7 +283,7 @@ def test_a_transform_of_one_of_the_items_is_refused(tmp_path, pattern):
         assert len(str(info.value).splitlines()) < 15
 
 
-def test_a_transform_of_all_items_is_undone(tmp_path):
+def test_undoes_transform_of_all_items(tmp_path):
     state = STATES["dict"]()
     cast = flaxckpt.transforms.cast("(model|optimizer/model)/.*kernel", "bfloat16")
     options = {"items": ("model", "optimizer"), "transforms": [cast]}
@@ -297,7 +295,7 @@ def test_a_transform_of_all_items_is_undone(tmp_path):
     assert found["optimizer"].model is found["model"]
 
 
-def test_sharded_variables_are_shared_again(tmp_path):
+def test_restores_sharing_of_sharded_variables(tmp_path):
     mesh = jax.make_mesh((4,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     model = Network()

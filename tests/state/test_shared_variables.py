@@ -68,7 +68,7 @@ states = pytest.mark.parametrize("name", STATES)
 
 
 @states
-def test_a_shared_variable_stays_shared(tmp_path, name):
+def test_load_keeps_variables_shared(tmp_path, name):
     state, both = STATES[name]()
     one, other = both(state)
     assert one is other
@@ -92,7 +92,7 @@ def test_restored_state_still_shares_variables(tmp_path, name):
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 1, lambda x: -x])
-def test_variables_of_other_values_are_not_shared(tmp_path, change):
+def test_does_not_share_variables_with_unequal_values(tmp_path, change):
     """A state may begin with an average that is a view of the parameters."""
 
     def create():
@@ -118,7 +118,7 @@ def test_sharded_variables_stay_shared(tmp_path):
     assert found["own"][...].sharding == sharding
 
 
-def test_a_part_may_be_asked_for(tmp_path):
+def test_loads_part_of_state_with_shared_variables(tmp_path):
     state, _ = STATES["before"]()
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", {"a": state["a"]})

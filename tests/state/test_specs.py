@@ -30,7 +30,7 @@ def save_with_spec(path, parts):
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_parts_of_files_are_those_of_a_spec(tmp_path, parts):
+def test_reads_partition_spec_from_file(tmp_path, parts):
     save_with_spec(tmp_path / "c", parts)
     info = flaxckpt.metadata(tmp_path / "c").leaves["w"]
     spec = PartitionSpec(
@@ -41,13 +41,13 @@ def test_parts_of_files_are_those_of_a_spec(tmp_path, parts):
 
 
 @pytest.mark.parametrize("part", [{"a": 1}, [["a"]], [{"a": 1}]], ids=str)
-def test_other_parts_are_refused(tmp_path, part):
+def test_rejects_invalid_spec_parts(tmp_path, part):
     save_with_spec(tmp_path / "c", [part])
     with pytest.raises(errors.DamagedCheckpointError, match="part of a partition spec"):
         flaxckpt.metadata(tmp_path / "c")
 
 
-def test_the_spec_of_a_leaf_comes_back(tmp_path):
+def test_metadata_returns_spec_of_each_leaf(tmp_path):
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "model"))
     specs = {
         "two": PartitionSpec(("data", "model"), None),

@@ -23,14 +23,14 @@ def values(flat):
 
 
 @hypothesis.given(strategies.trees)
-def test_a_tree_comes_back_from_its_leaves(tree):
+def test_unflatten_rebuilds_tree_from_leaves(tree):
     hypothesis.assume(is_nameable(tree))
     flat = state_flatten.flatten(tree)
     strategies.assert_same(tree, state_tree.unflatten(flat.structure, values(flat)))
 
 
 @hypothesis.given(strategies.trees)
-def test_a_tree_comes_back_from_its_written_description(tree):
+def test_tree_description_round_trips_through_json(tree):
     hypothesis.assume(is_nameable(tree))
     flat = state_flatten.flatten(tree)
     written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
@@ -65,13 +65,13 @@ def test_leaf_paths_name_keys_fields_and_indices():
     assert [path for path, e in flat.leaves.items() if e.is_empty] == ["7", "empty"]
 
 
-def test_a_bare_leaf_has_the_empty_path():
+def test_bare_leaf_has_empty_path():
     flat = state_flatten.flatten(3)
     assert list(flat.leaves) == [""]
     assert state_tree.unflatten(flat.structure, {"": 4}) == 4
 
 
-def test_order_of_a_dict_is_kept():
+def test_unflatten_keeps_dict_order():
     tree = {"b": 1, "a": {"z": 2, "y": 3}}
     flat = state_flatten.flatten(tree)
     rebuilt = state_tree.unflatten(flat.structure, values(flat))
@@ -82,7 +82,7 @@ def test_order_of_a_dict_is_kept():
 @pytest.mark.parametrize(
     "tree", [{1: 0, "1": 0}, {(1, 2): 0}, {True: 0}, {"a": {1.5: 0}}]
 )
-def test_keys_that_cannot_be_told_apart_on_disk_are_refused(tree):
+def test_flatten_rejects_keys_indistinguishable_on_disk(tree):
     with pytest.raises(errors.LeafNameError):
         state_flatten.flatten(tree)
 
@@ -95,7 +95,7 @@ def test_flatten_rejects_trees_nested_too_deep():
         state_flatten.flatten(tree)
 
 
-def test_an_unknown_class_becomes_a_dict_and_is_reported():
+def test_reports_unknown_class_and_replaces_it_by_dict():
     flat = state_flatten.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
     unknown = set()
     structure = state_treedef.from_json(
@@ -124,12 +124,12 @@ def test_an_unknown_class_becomes_a_dict_and_is_reported():
         [3, ["a"], ["a"]],
     ],
 )
-def test_rubbish_is_no_description(description):
+def test_from_json_rejects_malformed_descriptions(description):
     with pytest.raises(ValueError, match=r"."):
         state_treedef.from_json(description, state_classes.resolve, set())
 
 
-def test_a_description_nested_too_deep_is_refused():
+def test_from_json_rejects_descriptions_nested_too_deep():
     description = "leaf"
     for _ in range(state_tree.MAX_DEPTH + 2):
         description = ["list", [0], [description]]

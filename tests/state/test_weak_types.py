@@ -40,7 +40,7 @@ def states(value):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_arrays_of_any_size_and_type(tmp_path, shape, dtype):
+def test_keeps_weak_arrays_of_any_shape_and_dtype(tmp_path, shape, dtype):
     state = {"x": weak(shape, dtype)}
     flaxckpt.save(tmp_path / "c", state)
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
@@ -49,14 +49,14 @@ def test_arrays_of_any_size_and_type(tmp_path, shape, dtype):
     assert not found["x"].committed
 
 
-def test_every_bit_of_nans_is_kept(tmp_path):
+def test_keeps_every_bit_of_nans(tmp_path):
     bits = np.array([0x7FC00001, 0x7F800001, 0xFFC12345, 0x80000000], np.uint32)
     state = {"x": weakly(jnp.asarray(bits.view(np.float32)))}
     flaxckpt.save(tmp_path / "c", state)
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
 
 
-def test_values_of_64_bits(tmp_path):
+def test_keeps_weak_64_bit_values(tmp_path):
     with jax.enable_x64(True):
         state = {"x": weak((5000,), "float64"), "n": jnp.asarray(2**40)}
         assert state["n"].weak_type
@@ -65,7 +65,7 @@ def test_values_of_64_bits(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(), (5000,)])
-def test_every_kind_of_state(tmp_path, shape):
+def test_keeps_weak_leaves_in_every_kind_of_state(tmp_path, shape):
     for n, state in enumerate(states(weak(shape, "float32"))):
         flaxckpt.save(tmp_path / str(n), state)
         found = flaxckpt.load(tmp_path / str(n), state)
@@ -82,7 +82,7 @@ def test_every_kind_of_state(tmp_path, shape):
         ((8000,), PartitionSpec("x")),
     ],
 )
-def test_sharded_arrays(tmp_path, kind, shape, spec):
+def test_keeps_weak_type_of_sharded_arrays(tmp_path, kind, shape, spec):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
     sharding = NamedSharding(mesh, spec)
     state = {"x": weak(shape, "float32")}
@@ -102,7 +102,7 @@ def test_sharded_arrays(tmp_path, kind, shape, spec):
     assert found["x"].sharding == sharding
 
 
-def test_an_array_of_another_device(tmp_path):
+def test_keeps_weak_array_on_another_device(tmp_path):
     sharding = SingleDeviceSharding(jax.devices()[3])
     state = {"x": jax.device_put(weak((5000,), "bfloat16"), sharding)}
     assert state["x"].weak_type
@@ -112,7 +112,7 @@ def test_an_array_of_another_device(tmp_path):
     assert found["x"].sharding == sharding
 
 
-def test_the_state_decides_whether_a_leaf_is_weak(tmp_path):
+def test_target_state_decides_weak_type(tmp_path):
     flaxckpt.save(tmp_path / "c", {"x": jnp.ones(5000), "y": weak((5000,), "float32")})
     wanted = {"x": weak((5000,), "float32"), "y": jnp.ones(5000)}
     found = flaxckpt.load(tmp_path / "c", wanted)

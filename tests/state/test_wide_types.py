@@ -84,14 +84,14 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_an_abstract_leaf_of_64_bits_is_refused(path, name):
+def test_rejects_abstract_64_bit_leaf(path, name):
     wanted = abstract({name: VALUES[name]})
     text = assert_refused(lambda: flaxckpt.load(path, wanted, unused="ignore"), {name})
     assert f'cast("{name}", "{NARROW[name]}"' in text
     assert f"{VALUES[name].dtype}[2]" in text
 
 
-def test_the_plan_shows_all_of_them(path):
+def test_plan_reports_all_64_bit_leaves(path):
     planned = flaxckpt.plan(path, abstract(VALUES))
     assert {m.leaf for m in planned.problems} == VALUES.keys()
     assert planned.count("conflict") == 4
@@ -99,7 +99,7 @@ def test_the_plan_shows_all_of_them(path):
     assert str(planned).count("jax without jax_enable_x64 has at most") == 4
 
 
-def test_the_ways_out_of_the_error_work(path):
+def test_remedies_named_in_error_work(path):
     strategies.assert_same(VALUES, flaxckpt.load(path, VALUES))
     with jax.enable_x64(True):
         found = flaxckpt.load(path, abstract(VALUES))
@@ -117,7 +117,7 @@ def test_the_ways_out_of_the_error_work(path):
 
 
 @kinds
-def test_every_kind_of_state_is_refused_and_comes_back_with_64_bits(tmp_path, kind):
+def test_every_kind_of_state_loads_only_with_x64(tmp_path, kind):
     with jax.enable_x64(True):
         state = KINDS[kind](jnp.asarray(INT), jnp.asarray(VALUES["f"]))
         flaxckpt.save(tmp_path / "c", state)
@@ -131,13 +131,13 @@ def test_every_kind_of_state_is_refused_and_comes_back_with_64_bits(tmp_path, ki
 
 
 @kinds
-def test_numpy_leaves_of_every_kind_of_state_hold_64_bits(tmp_path, kind):
+def test_numpy_leaves_keep_64_bits_in_every_kind_of_state(tmp_path, kind):
     state = KINDS[kind](INT, VALUES["f"])
     flaxckpt.save(tmp_path / "c", state)
     strategies.assert_same_state(state, flaxckpt.load(tmp_path / "c", state))
 
 
-def test_a_sharded_leaf_of_64_bits_is_refused(path):
+def test_rejects_sharded_64_bit_leaf(path):
     mesh = jax.make_mesh((2,), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     wanted = {"i": jax.ShapeDtypeStruct((2,), np.int64, sharding=sharding)}
@@ -148,14 +148,14 @@ def test_a_sharded_leaf_of_64_bits_is_refused(path):
         np.testing.assert_array_equal(found, INT)
 
 
-def test_a_large_leaf_of_many_chunks_is_refused(tmp_path):
+def test_rejects_large_64_bit_leaf_of_many_chunks(tmp_path):
     state = {"x": np.arange(2**16) + 2**40}
     layout = flaxckpt.ArrayLayout(chunk_bytes=2**16, codec="zstd")
     flaxckpt.save(tmp_path / "c", state, layout=layout)
     assert_refused(lambda: flaxckpt.load(tmp_path / "c", abstract(state)), {"x"})
 
 
-def test_narrow_values_are_not_called_wide(tmp_path):
+def test_widens_to_64_bits_only_in_numpy_leaves(tmp_path):
     """A leaf of 32 bits cannot become one of 64 that jax does not have."""
     flaxckpt.save(tmp_path / "c", {"x": jnp.arange(3), "y": jnp.ones(3)})
     wanted = abstract({"x": np.arange(3), "y": np.ones(3)})
@@ -173,7 +173,7 @@ def train_state():
     return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
 
 
-def test_a_run_does_not_go_on_with_fewer_bits(tmp_path):
+def test_resume_rejects_64_bit_leaves_without_x64(tmp_path):
     with jax.enable_x64(True):
         state = train_state()
         with flaxckpt.Checkpointer(tmp_path) as ckpt:
@@ -186,7 +186,7 @@ def test_a_run_does_not_go_on_with_fewer_bits(tmp_path):
         assert_refused(resume, wide, advises_cast=False)
 
 
-def test_a_source_is_not_read_with_fewer_bits(tmp_path):
+def test_source_rejects_64_bit_leaves_without_x64(tmp_path):
     with jax.enable_x64(True):
         state = train_state()
         flaxckpt.save(tmp_path / "source", state)
@@ -198,7 +198,7 @@ def test_a_source_is_not_read_with_fewer_bits(tmp_path):
         )
 
 
-def test_optimizer_leaves_are_not_made_anew_with_fewer_bits(tmp_path):
+def test_rejects_initializing_64_bit_optimizer_leaves(tmp_path):
     flaxckpt.save(tmp_path / "c", {"params": {"w": jnp.ones(2)}})
     with jax.enable_x64(True):
         state = train_state()
@@ -209,7 +209,7 @@ def test_optimizer_leaves_are_not_made_anew_with_fewer_bits(tmp_path):
     assert wide == {"opt_state/0/mu/w", "opt_state/0/nu/w"}
 
 
-def test_values_of_the_state_stay_as_they_are(tmp_path):
+def test_keeps_64_bit_values_of_target_state(tmp_path):
     flaxckpt.save(tmp_path / "c", {"x": jnp.ones(2)})
     with jax.enable_x64(True):
         own = jnp.asarray(INT)
@@ -218,7 +218,7 @@ def test_values_of_the_state_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("format_name", ["safetensors", "msgpack", "orbax"])
-def test_checkpoints_of_others_are_refused(tmp_path, format_name):
+def test_rejects_64_bit_leaves_of_other_formats(tmp_path, format_name):
     path = tmp_path / "x"
     values = {"i": INT, "f": VALUES["f"]}
     if format_name == "safetensors":
@@ -249,7 +249,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_keep_64_bits_or_are_refused(path, name):
+def test_transforms_keep_64_bits_or_raise_error(path, name):
     options = {"transforms": TRANSFORMS[name], "unused": "ignore"}
     factor = 2 if name == "map" else 1
     wanted = abstract({"i": INT})
@@ -261,7 +261,7 @@ def test_transforms_keep_64_bits_or_are_refused(path, name):
         np.testing.assert_array_equal(found["i"], factor * INT)
 
 
-def test_a_cast_to_64_bits_needs_a_place_for_them(tmp_path):
+def test_cast_to_64_bits_needs_numpy_state(tmp_path):
     flaxckpt.save(tmp_path / "c", {"x": jnp.arange(3), "y": jnp.ones(3)})
     wide = [cast("x", "int64"), cast("y", "float64")]
     assert_refused(lambda: flaxckpt.load(tmp_path / "c", transforms=wide), {"x", "y"})
@@ -270,7 +270,7 @@ def test_a_cast_to_64_bits_needs_a_place_for_them(tmp_path):
     assert [v.dtype for v in found.values()] == [np.int64, np.float64]
 
 
-def test_computed_leaves_have_the_type_that_is_asked_for(tmp_path):
+def test_computed_leaves_have_requested_dtype(tmp_path):
     flaxckpt.save(tmp_path / "c", {"x": jnp.arange(3), "y": jnp.ones(3)})
     state = {"x": np.zeros(3, np.int64), "y": np.zeros(3)}
     found = flaxckpt.load(tmp_path / "c", state, transforms=[map_leaf(".", twice)])
@@ -291,7 +291,7 @@ ways = pytest.mark.parametrize("way", ["read", "computed"])
     [("i", "int32"), ("n", "uint8"), ("f", "float32"), ("c", "complex64")],
 )
 @pytest.mark.parametrize("is_numpy", [False, True])
-def test_a_number_that_is_too_large_is_refused(
+def test_rejects_number_too_large_for_dtype(
     tmp_path, codec, way, name, dtype, is_numpy
 ):
     layout = flaxckpt.ArrayLayout(codec=codec)
@@ -308,7 +308,7 @@ def test_a_number_that_is_too_large_is_refused(
 
 @layouts
 @ways
-def test_a_number_that_fits_is_no_fault(tmp_path, codec, way):
+def test_accepts_number_within_range_of_dtype(tmp_path, codec, way):
     layout = flaxckpt.ArrayLayout(codec=codec)
     flaxckpt.save(tmp_path / "c", NUMBERS, layout=layout)
     wanted = {
@@ -329,7 +329,7 @@ def test_a_number_that_fits_is_no_fault(tmp_path, codec, way):
     assert type(found["i"]) is np.int64
 
 
-def test_a_number_is_no_jax_array_of_64_bits(tmp_path):
+def test_rejects_number_as_64_bit_jax_array(tmp_path):
     flaxckpt.save(tmp_path / "c", NUMBERS)
     wanted = {"i": jax.ShapeDtypeStruct((), np.int64)}
     assert_refused(lambda: flaxckpt.load(tmp_path / "c", wanted, unused="ignore"), "i")
@@ -370,7 +370,7 @@ def test_numpy_scalars_keep_type_and_value(tmp_path, codec):
         (np.complex128(3), np.complex64(0)),
     ],
 )
-def test_numpy_scalars_have_a_width_and_only_widen(tmp_path, found, wanted):
+def test_rejects_narrowing_numpy_scalars(tmp_path, found, wanted):
     flaxckpt.save(tmp_path / "c", {"x": found})
     assert len(flaxckpt.plan(tmp_path / "c", {"x": wanted}).problems) == 1
     with pytest.raises(errors.RestoreMismatchError, match=str(found.dtype)):
@@ -379,7 +379,7 @@ def test_numpy_scalars_have_a_width_and_only_widen(tmp_path, found, wanted):
     strategies.assert_same(back, flaxckpt.load(tmp_path / "c", back))
 
 
-def test_a_cast_narrows_numpy_scalars_if_it_is_asked_for(tmp_path):
+def test_lossy_cast_narrows_numpy_scalars(tmp_path):
     state = {"n": np.int64(3), "f": np.float64(0.5)}
     flaxckpt.save(tmp_path / "c", state)
     wanted = {"n": jnp.int32(0), "f": np.float64(0)}
@@ -393,7 +393,7 @@ def test_a_cast_narrows_numpy_scalars_if_it_is_asked_for(tmp_path):
     strategies.assert_same({**state, "n": np.int32(3)}, flaxckpt.load(tmp_path / "d"))
 
 
-def test_numpy_scalars_and_python_numbers_become_each_other(tmp_path):
+def test_numpy_scalars_and_python_numbers_convert_both_ways(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": np.int64(2**40), "b": 7, "c": np.int8(3)})
     found = flaxckpt.load(tmp_path / "c", {"a": 0, "b": np.int8(0), "c": np.int64(0)})
     wanted = {"a": 2**40, "b": np.int8(7), "c": np.int64(3)}

@@ -41,14 +41,14 @@ def entries(path):
     return sorted(entry.name for entry in path.iterdir())
 
 
-def test_a_deleted_step_is_gone_with_all_files(root, caplog):
+def test_delete_removes_all_files_of_step(root, caplog):
     caplog.set_level(logging.INFO, "flaxckpt")
     delete.delete(root / "1", find_foreign=none)
     assert entries(root) == ["2"]
     assert f"deleted {root / '1'}" in caplog.text
 
 
-def test_a_pinned_step_is_deleted_only_on_demand(root):
+def test_deletes_pinned_step_only_on_demand(root):
     markers.pin(root / "1")
     with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it is pinned"):
         delete.delete(root / "1", find_foreign=none)
@@ -57,7 +57,7 @@ def test_a_pinned_step_is_deleted_only_on_demand(root):
     assert entries(root) == ["2"]
 
 
-def test_a_deleted_item_is_marked_and_gone(root):
+def test_delete_item_removes_and_marks_item(root):
     delete.delete_item(root / "1", "opt", find_foreign=none)
     assert entries(root / "1") == [
         "ITEM_DELETED.opt",
@@ -67,7 +67,7 @@ def test_a_deleted_item_is_marked_and_gone(root):
     assert entries(root) == ["1", "2"]
 
 
-def test_a_step_that_was_replaced_is_not_the_one_to_delete(root):
+def test_delete_rejects_replaced_step(root):
     asked = []
 
     def is_unchanged(path):
@@ -102,14 +102,14 @@ def touch_old(file):
     os.utime(file, (time.time() - 1000,) * 2)
 
 
-def test_a_sweep_removes_leftovers_of_steps_only(tmp_path):
+def test_sweep_removes_only_leftovers_of_steps(tmp_path):
     leave(tmp_path, LEFT)
     leave(tmp_path, "x" + LEFT)
     delete.sweep(tmp_path, PLAIN)
     assert entries(tmp_path) == ["x" + LEFT]
 
 
-def test_all_that_crashes_leave_in_a_run_is_tidied_up(tmp_path):
+def test_tidy_removes_leftovers_of_crashes_from_run(tmp_path):
     leave(tmp_path, LEFT)
     leave(tmp_path, "1")
     leave(tmp_path, "plots_1")
@@ -135,7 +135,7 @@ def test_all_that_crashes_leave_in_a_run_is_tidied_up(tmp_path):
     assert not (tmp_path / LEFT).exists()
 
 
-def test_old_files_of_a_replaced_owner_of_staging_are_removed_from_runs(root):
+def test_tidy_removes_old_staging_owner_files(root):
     owner = names.STAGING_OWNER
     kept = [f"{owner}.0123abcd.temp", "notes.0123abcd.tmp", f"{owner}.recent.tmp"]
     old = root / f"{owner}.0123abcd.tmp"
@@ -152,7 +152,7 @@ def test_old_files_of_a_replaced_owner_of_staging_are_removed_from_runs(root):
 
 
 @pytest.mark.parametrize("root", ["store"], indirect=True)
-def test_a_run_in_a_store_is_tidied_up(root):
+def test_tidy_removes_leftovers_from_run_in_store(root):
     (root / "7/state/w").write_bytes(b"1")
     holder = locks._self()._replace(id="gone")
     root.store.write((root / "7").key + locks.LOCK, holder.content())
@@ -164,7 +164,7 @@ def test_a_run_in_a_store_is_tidied_up(root):
     assert "DELETING" in entries(root / "metadata"), "no replaced files in stores"
 
 
-def test_tidy_logs_errors_of_the_sweep(tmp_path, monkeypatch, caplog):
+def test_tidy_logs_errors_of_sweep(tmp_path, monkeypatch, caplog):
     def fail(root, step_format):
         raise OSError("on fire")
 
@@ -173,7 +173,7 @@ def test_tidy_logs_errors_of_the_sweep(tmp_path, monkeypatch, caplog):
     assert f"could not remove what a crash left in {tmp_path}: on fire" in caplog.text
 
 
-def test_a_change_that_comes_during_a_deletion_keeps_the_step(tmp_path, monkeypatch):
+def test_upload_mark_during_deletion_keeps_step(tmp_path, monkeypatch):
     step = tmp_path / "1"
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, {"w": np.arange(4.0)}).wait()

@@ -58,7 +58,7 @@ def test_entry_distinguishes_steps_damage_and_other_directories(tmp_path):
     assert index.Entry(4, tmp_path / "4", recognise, ["x", "DAMAGED"]).is_damaged
 
 
-def test_an_entry_is_recognised_once(tmp_path):
+def test_entry_recognises_checkpoint_only_once(tmp_path):
     make(tmp_path, "1")
     calls = []
     entry = index.Entry(1, tmp_path / "1", lambda path: calls.append(path) or "ok")
@@ -68,7 +68,7 @@ def test_an_entry_is_recognised_once(tmp_path):
 
 
 @pytest.mark.parametrize("error", [errors.CheckpointError("?"), OSError("on fire")])
-def test_unreadable_entry_may_have_been_a_step(tmp_path, error):
+def test_unreadable_entry_counts_as_former_step(tmp_path, error):
     def fail(path):
         raise error
 
@@ -78,7 +78,7 @@ def test_unreadable_entry_may_have_been_a_step(tmp_path, error):
 # ---- the index --------------------------------------------------------------------
 
 
-def test_steps_are_found_by_number(tmp_path):
+def test_finds_steps_by_number(tmp_path):
     make(tmp_path, "10", "9", "2.orbax-checkpoint-tmp-3", "4.tmp-5", "notes")
     (tmp_path / "8").symlink_to(tmp_path / "9")
     (tmp_path / "7").mkdir()
@@ -91,7 +91,7 @@ def test_steps_are_found_by_number(tmp_path):
     assert found.find(8) is None
 
 
-def test_two_checkpoints_of_one_number_are_an_error(tmp_path):
+def test_duplicate_step_number_raises_error(tmp_path):
     make(tmp_path, "3", "step_3")
     message = "contains step 3 twice, as 3 and step_3: pass the path of one"
     with pytest.raises(errors.CheckpointFormatError, match=message):
@@ -112,7 +112,7 @@ def test_index_recognises_entries_only_on_demand(tmp_path):
     assert looked_at == [tmp_path / "4"]
 
 
-def test_names_follow_the_number_that_is_given(tmp_path):
+def test_index_uses_given_number_function(tmp_path):
     make(tmp_path, "model1", "3")
     assert index_of(tmp_path, number=lambda name: 5 if name == "3" else None).steps == {
         5: tmp_path / "3"
@@ -127,7 +127,7 @@ def commit(root, step, path):
         journal.write(json.dumps(row) + "\n")
 
 
-def test_names_follow_the_journal_where_they_differ(tmp_path):
+def test_journal_decides_between_different_name_formats(tmp_path):
     make(tmp_path, "model1", "plots_3")
     assert index_of(tmp_path).numbers == []
     commit(tmp_path, 1, f"{tmp_path}/model1/")
@@ -140,14 +140,14 @@ def test_names_follow_the_journal_where_they_differ(tmp_path):
     assert index_of(tmp_path).numbers == [1, 5]
 
 
-def test_of_two_usual_names_the_journal_has_one(tmp_path):
+def test_journal_decides_between_two_usual_names(tmp_path):
     make(tmp_path, "3", "step_4")
     assert index_of(tmp_path).numbers == [3, 4]
     commit(tmp_path, 4, f"{tmp_path}/step_4")
     assert index_of(tmp_path).numbers == [4]
 
 
-def test_an_unusual_name_counts_if_the_journal_has_it(tmp_path):
+def test_unusual_name_counts_if_journaled(tmp_path):
     make(tmp_path, "model1")
     assert index_of(tmp_path).numbers == []
     commit(tmp_path, 1, f"{tmp_path}/model1")
@@ -155,7 +155,7 @@ def test_an_unusual_name_counts_if_the_journal_has_it(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["started", "restored"])
-def test_only_commits_name_steps(tmp_path, kind):
+def test_ignores_journal_events_other_than_commits(tmp_path, kind):
     make(tmp_path, "model1", "3")
     commit(tmp_path, 1, "model1")
     journal = tmp_path / "events.jsonl"
@@ -163,7 +163,7 @@ def test_only_commits_name_steps(tmp_path, kind):
     assert index_of(tmp_path).numbers == [3]
 
 
-def test_usual_names_need_no_journal(tmp_path):
+def test_usual_names_count_without_journal(tmp_path):
     make(tmp_path, "step_3", "step_4")
     commit(tmp_path, 1, "model1")
     assert index_of(tmp_path).numbers == [3, 4]
@@ -174,7 +174,7 @@ def test_usual_names_need_no_journal(tmp_path):
 # ---- doubt ------------------------------------------------------------------------
 
 
-def test_a_damaged_step_is_doubtful(tmp_path):
+def test_find_doubtful_returns_damaged_steps(tmp_path):
     make(tmp_path, "1", "2")
     make(tmp_path, "3", content="damaged")
     (tmp_path / "4").mkdir()
@@ -189,7 +189,7 @@ def test_a_damaged_step_is_doubtful(tmp_path):
 
 
 @pytest.mark.parametrize("sign", ["flaxckpt.json", "state/_sharding", "state/d"])
-def test_a_former_step_has_what_only_steps_have(tmp_path, sign):
+def test_recognises_former_step_by_its_files(tmp_path, sign):
     (tmp_path / "4" / "state" / "notes").mkdir(parents=True)
     make(tmp_path, "step_3")
     assert [entry.step for entry in index_of(tmp_path).entries] == [3]
@@ -201,7 +201,7 @@ def test_a_former_step_has_what_only_steps_have(tmp_path, sign):
 # ---- lists ------------------------------------------------------------------------
 
 
-def test_committed_steps_are_listed_in_order(tmp_path):
+def test_list_committed_returns_steps_in_order(tmp_path):
     make(tmp_path, "10", "9", "notes", "7.orbax-checkpoint-tmp-1")
     (tmp_path / "8").mkdir()
     (tmp_path / "9" / "DAMAGED").touch()
@@ -220,7 +220,7 @@ def test_list_committed_raises_if_it_cannot_list(tmp_path):
         index.list_committed(tmp_path / ("x" * 300), PLAIN, recognise)
 
 
-def test_steps_in_a_store_count_by_their_marker():
+def test_steps_in_store_need_commit_marker():
     root = faulty.new_path("index")
     for name in ("1/state/w", "1/commit_success.txt", "2/state/w", "3/metrics/x"):
         (root / name).write_bytes(b"{}")
@@ -230,7 +230,7 @@ def test_steps_in_a_store_count_by_their_marker():
 # ---- other looks ------------------------------------------------------------------
 
 
-def test_the_sign_of_a_step_is_a_file_that_only_steps_have(tmp_path):
+def test_sign_returns_file_unique_to_steps(tmp_path):
     assert index.sign(tmp_path) is None
     (tmp_path / "flaxckpt.json").mkdir()
     assert index.sign(tmp_path) is None
@@ -238,7 +238,7 @@ def test_the_sign_of_a_step_is_a_file_that_only_steps_have(tmp_path):
     assert index.sign(tmp_path) == "commit_success.txt"
 
 
-def test_a_usual_name_of_a_step_is_found(tmp_path):
+def test_finds_usual_name_of_step(tmp_path):
     make(tmp_path, "model3", "plots_4")
     assert index.find_usual_name(tmp_path, 3) is None
     make(tmp_path, "step_3", "5")
@@ -246,7 +246,7 @@ def test_a_usual_name_of_a_step_is_found(tmp_path):
     assert index.find_usual_name(tmp_path, 4) is None
 
 
-def test_checkpoints_of_any_name_are_grouped_by_number(tmp_path):
+def test_groups_checkpoints_of_any_name_by_number(tmp_path):
     make(tmp_path, "model3", "step_3", "notes")
     make(tmp_path, "4", content="unclear")
     (tmp_path / "5").mkdir()

@@ -49,7 +49,7 @@ def names(path):
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_a_marker_is_set_and_removed(path, kind):
+def test_sets_and_removes_marker(path, kind):
     mark, is_marked, unmark, name = SIMPLE[kind]
     assert not is_marked(path)
     unmark(path)
@@ -62,7 +62,7 @@ def test_a_marker_is_set_and_removed(path, kind):
     assert not names(path)
 
 
-def test_a_removed_marker_is_durably_gone(tmp_path, monkeypatch):
+def test_removal_of_marker_syncs_directory(tmp_path, monkeypatch):
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)) or real(fd))
@@ -75,9 +75,7 @@ def test_a_removed_marker_is_durably_gone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
-def test_a_step_may_be_deleted_as_soon_as_its_marker_is_removed(
-    tmp_path, kind, monkeypatch
-):
+def test_unmark_tolerates_deletion_of_step(tmp_path, kind, monkeypatch):
     """As a thread that deletes steps in staging does after an upload."""
     path = tmp_path / "step"
     path.mkdir()
@@ -95,7 +93,7 @@ def test_a_step_may_be_deleted_as_soon_as_its_marker_is_removed(
     assert not path.exists()
 
 
-def test_a_step_is_temporary_until_made_permanent(path):
+def test_step_is_temporary_until_made_permanent(path):
     for name, content in markers.for_new_step(path, temporary=True).items():
         (path / name).write_bytes(content)
     assert markers.is_temporary(path)
@@ -105,7 +103,7 @@ def test_a_step_is_temporary_until_made_permanent(path):
     assert markers.for_new_step(path, temporary=False) == {}
 
 
-def test_replacement_of_a_pinned_step_inherits_the_pin_on_disk(path):
+def test_replacement_of_pinned_step_inherits_pin_on_disk(path):
     markers.pin(path)
     assert markers.for_new_step(path.parent / "2", temporary=False) == {}
     new = markers.for_new_step(path, temporary=True)
@@ -117,7 +115,7 @@ def test_replacement_of_a_pinned_step_inherits_the_pin_on_disk(path):
 # ---- items ------------------------------------------------------------------------
 
 
-def test_an_item_is_marked_as_deleted_once(path, monkeypatch):
+def test_marks_item_as_deleted_only_once(path, monkeypatch):
     for item, name in (
         ("dataset", "DATASET_LET_GO"),
         ("optimizer", "ITEM_DELETED.optimizer"),
@@ -133,7 +131,7 @@ def test_an_item_is_marked_as_deleted_once(path, monkeypatch):
     assert markers.deleted_items(["dataset", "PINNED"]) == frozenset()
 
 
-def test_added_metrics_are_marked_once(path, monkeypatch):
+def test_marks_added_metrics_only_once(path, monkeypatch):
     assert not markers.is_measured(path)
     markers.mark_measured(path)
     assert markers.is_measured(path)
@@ -142,7 +140,7 @@ def test_added_metrics_are_marked_once(path, monkeypatch):
     markers.mark_measured(path)
 
 
-def test_names_of_markers_are_known():
+def test_recognizes_names_of_markers():
     for name in (
         *("PINNED", "TEMPORARY", "DATASET_LET_GO", "MEASURED", "DAMAGED"),
         *("NOT_UPLOADED", "DELETING", "READING-x", "ITEM_DELETED.x", "COPIES.2"),
@@ -155,7 +153,7 @@ def test_names_of_markers_are_known():
         assert not markers.is_copied(name), name
 
 
-def test_the_status_of_a_step_is_read_off_its_names(path):
+def test_derives_status_of_step_from_names(path):
     lease = leases.Lease(path)
     reading = names(path)
     status = markers.status(path, ["state", *reading])
@@ -188,7 +186,7 @@ def test_the_status_of_a_step_is_read_off_its_names(path):
 # ---- damage -----------------------------------------------------------------------
 
 
-def test_the_reason_of_damage_is_kept(path):
+def test_keeps_reason_of_damage(path):
     markers.mark_damaged(path, "a chunk\x1b[2J differs")
     assert markers.damage_reason(path) == errors.printable("a chunk\x1b[2J differs")
     row = json.loads((path / "DAMAGED").read_bytes())
@@ -201,13 +199,13 @@ def test_the_reason_of_damage_is_kept(path):
 
 
 @pytest.mark.parametrize("content", [None, *UNREADABLE])
-def test_damage_without_a_reason_says_so(path, content):
+def test_damage_reason_reports_missing_reason(path, content):
     if content is not None:
         (path / "DAMAGED").write_bytes(content)
     assert markers.damage_reason(path) == "its marker gives no reason"
 
 
-def test_the_leaves_of_damage_are_kept(path):
+def test_keeps_damaged_leaves(path):
     markers.mark_damaged(path, "a and b", ["b", "a"])
     assert markers.damaged_leaves(path) == {"a", "b"}
     markers.mark_damaged(path, "many", [f"{n:0100}" for n in range(1000)])
@@ -218,7 +216,7 @@ def test_the_leaves_of_damage_are_kept(path):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b"{}", b'{"leaves": "ab"}', b'{"leaves": null}']
 )
-def test_a_mark_of_damage_without_leaves_names_none(path, content):
+def test_damage_mark_without_leaves_names_none(path, content):
     (path / markers.DAMAGED).write_bytes(content)
     assert markers.damaged_leaves(path) is None
 
@@ -226,7 +224,7 @@ def test_a_mark_of_damage_without_leaves_names_none(path, content):
 # ---- uploads ----------------------------------------------------------------------
 
 
-def test_a_mark_of_damage_has_its_time(path):
+def test_damage_mark_records_time(path):
     assert markers.damage_time(path) is None
     before = time.time()
     markers.mark_damaged(path, "a chunk is lost")
@@ -236,13 +234,13 @@ def test_a_mark_of_damage_has_its_time(path):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"{}", b'{"time": "soon"}', b'{"time": null}']
 )
-def test_a_mark_of_damage_without_a_time_says_zero(path, content):
+def test_damage_time_is_zero_without_valid_time(path, content):
     (path / markers.DAMAGED).write_bytes(content)
     assert markers.damage_time(path) == 0
 
 
 @pytest.mark.parametrize("make", ["mkdir", "deep"])
-def test_a_mark_of_damage_that_cannot_be_read_says_zero(tmp_path, make):
+def test_damage_time_is_zero_for_unreadable_mark(tmp_path, make):
     marker = tmp_path / markers.DAMAGED
     if make == "mkdir":
         marker.mkdir()
@@ -251,7 +249,7 @@ def test_a_mark_of_damage_that_cannot_be_read_says_zero(tmp_path, make):
     assert markers.damage_time(tmp_path) == 0
 
 
-def test_an_upload_marker_is_new_with_each_change(path):
+def test_each_change_renews_upload_marker(path):
     assert markers.read_upload_marker(path) is None
     assert markers.is_settled(path)
     markers.mark_for_upload(path, ["b", "a"])
@@ -270,7 +268,7 @@ def test_an_upload_marker_is_new_with_each_change(path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_step_to_be_uploaded_for_the_first_time_is_not_settled(path, overwrite):
+def test_first_upload_of_step_is_not_settled(path, overwrite):
     content = markers.UploadMarker(overwrite).content()
     (path / markers.NOT_UPLOADED).write_bytes(content)
     assert not markers.is_settled(path)
@@ -279,14 +277,14 @@ def test_a_step_to_be_uploaded_for_the_first_time_is_not_settled(path, overwrite
     assert marker == markers.UploadMarker(overwrite, (), marker.change, False)
 
 
-def test_an_upload_marker_of_an_older_release_is_not_settled(path):
+def test_upload_marker_of_older_release_is_not_settled(path):
     row = {"overwrite": 1, "removed": [], "change": "x"}
     (path / markers.NOT_UPLOADED).write_text(json.dumps(row))
     assert markers.read_upload_marker(path) == (True, (), "x", False)
 
 
 @pytest.mark.parametrize("content", UNREADABLE)
-def test_an_unreadable_upload_marker_counts(path, content):
+def test_unreadable_upload_marker_counts_as_unsettled(path, content):
     (path / markers.NOT_UPLOADED).write_bytes(content)
     assert markers.read_upload_marker(path) == (False, (), "", False)
     assert not markers.is_settled(path)

@@ -17,7 +17,7 @@ TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.d
 
 
 @hypothesis.given(st.sampled_from(TEMPLATES), st.integers(0, 10**17))
-def test_a_name_gives_its_step_back(template, step):
+def test_step_name_round_trips(template, step):
     step_format = steps_names.StepFormat(template)
     assert step_format.step(step_format.name(step)) == step
 
@@ -39,24 +39,24 @@ def test_a_name_gives_its_step_back(template, step):
         ("{step:04d}", "00014"),
     ],
 )
-def test_other_names_are_no_steps(template, name):
+def test_step_format_ignores_other_names(template, name):
     assert steps_names.StepFormat(template).step(name) is None
 
 
 @pytest.mark.parametrize("template", ["", "step", "{step}{step}", "a/{step}", "{x}"])
-def test_a_format_without_one_step_is_refused(template):
+def test_rejects_format_without_exactly_one_step(template):
     with pytest.raises(errors.OptionError, match="step_format"):
         steps_names.StepFormat(template)
 
 
 @pytest.mark.parametrize("template", ["a{{b}}_{step}", "a{b}_{step}", "{{step}}"])
-def test_a_format_with_other_braces_is_refused(template, tmp_path):
+def test_rejects_format_with_other_braces(template, tmp_path):
     with pytest.raises(errors.OptionError, match="no other braces or slashes"):
         flaxckpt.Checkpointer(tmp_path, step_format=template)
 
 
 @pytest.mark.parametrize("prefix", ["run.tmp-", "a.orbax-checkpoint-tmp-"])
-def test_a_format_of_unfinished_steps_is_refused(prefix):
+def test_rejects_format_of_unfinished_steps(prefix):
     with pytest.raises(errors.OptionError, match="names of unfinished steps"):
         steps_names.StepFormat(f"{prefix}{{step}}")
 
@@ -72,14 +72,14 @@ def test_a_format_of_unfinished_steps_is_refused(prefix):
         ("a", []),
     ],
 )
-def test_the_formats_of_a_name_give_it_back(name, templates):
+def test_list_formats_returns_formats_of_name(name, templates):
     found = steps_names.list_formats(name)
     assert [each.template for each in found] == templates
     assert {each.name(steps_names.number(name)) for each in found} <= {name}
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
-def test_a_step_is_a_whole_number_from_0(step):
+def test_check_rejects_invalid_steps(step):
     with pytest.raises(errors.OptionError, match="step"):
         steps_names.check(step)
 
@@ -88,7 +88,7 @@ def _has_files(path):
     return path.is_dir() and any(path.iterdir())
 
 
-def test_only_filled_directories_are_listed(tmp_path):
+def test_lists_only_filled_directories(tmp_path):
     for name in ("0", "10", "9", "7.orbax-checkpoint-tmp", "metadata"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -103,7 +103,7 @@ def test_only_filled_directories_are_listed(tmp_path):
     assert steps_index.list_steps(tmp_path / "missing", steps_names.StepFormat()) == {}
 
 
-def test_steps_are_found_however_they_are_called(tmp_path):
+def test_finds_steps_of_any_usual_name(tmp_path):
     for name in (
         "step_3",
         "00000012",
@@ -126,7 +126,7 @@ def test_steps_are_found_however_they_are_called(tmp_path):
         steps_index.StepIndex(tmp_path, _has_files)
 
 
-def test_delete_takes_the_name_away_first(tmp_path, monkeypatch, caplog):
+def test_delete_withdraws_name_first(tmp_path, monkeypatch, caplog):
     step = tmp_path / "3"
     step.mkdir()
     (step / "file").touch()
@@ -203,7 +203,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_steps_may_be_integers_of_any_kind(run, call):
+def test_every_call_accepts_any_kind_of_integer(run, call):
     for step in STEPS.values():
         found = CALLS[call](run, step)
         if call == "delete":
@@ -218,7 +218,7 @@ def test_steps_may_be_integers_of_any_kind(run, call):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_call_rejects_invalid_steps_with_the_same_error(run, call):
+def test_every_call_rejects_invalid_steps_with_same_error(run, call):
     for name, step in NO_STEPS.items():
         with pytest.raises(errors.OptionError, match="a step is the number") as info:
             CALLS[call](run, step)
@@ -237,7 +237,7 @@ NOT_WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_callback_takes_whole_numbers(tmp_path, name):
+def test_callback_accepts_whole_numbers(tmp_path, name):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, check_step=False)
         on_step(WHOLE[name], {"x": 1})
@@ -248,7 +248,7 @@ def test_a_callback_takes_whole_numbers(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", NOT_WHOLE)
-def test_a_callback_takes_nothing_else(tmp_path, name):
+def test_callback_rejects_anything_but_whole_numbers(tmp_path, name):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1, check_step=False)
         with pytest.raises(errors.OptionError, match="whole number") as info:
@@ -264,14 +264,14 @@ def test_a_callback_takes_nothing_else(tmp_path, name):
     width=st.integers(0, 9),
     steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=5),
 )
-def test_the_format_is_found_that_names_were_made_by(prefix, width, steps):
+def test_find_format_infers_format_of_names(prefix, width, steps):
     named = {step: f"{prefix}{step:0{width}d}" for step in steps}
     found = steps_names.find_format(named)
     assert found is not None
     assert {step: steps_names.StepFormat(found).name(step) for step in steps} == named
 
 
-def test_names_of_two_kinds_have_no_format():
+def test_find_format_rejects_names_of_two_kinds():
     assert steps_names.find_format({1: "1", 2: "002"}) is None
     assert steps_names.find_format({1: "a{b_1"}) is None
     assert steps_names.find_format({}) == "{step}"

@@ -92,7 +92,7 @@ print(max(peaks) - peaks[0])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/statm")
 @pytest.mark.slow
-def test_neither_a_save_nor_a_check_nor_a_restore_has_all_of_it_twice(store_path):
+def test_save_verify_and_restore_hold_state_only_once(store_path):
     url = str(store_path("moto"))
     beyond = {}
     for what in ("save", "verify", "restore"):

@@ -52,7 +52,7 @@ def cut_off(path, act, *, wanted):
     raise AssertionError
 
 
-def test_a_save_that_is_cut_off_anywhere_is_no_step():
+def test_interrupted_save_leaves_whole_step_or_none():
     path = faulty.new_path("cut-saves")
     flaxckpt.Checkpointer(path).save(1, state(1)).wait()
 
@@ -71,7 +71,7 @@ def test_a_save_that_is_cut_off_anywhere_is_no_step():
 
 
 @pytest.mark.slow
-def test_a_step_that_is_being_replaced_is_whole_or_gone():
+def test_interrupted_replacement_leaves_whole_step_or_none():
     path = faulty.new_path("cut-replacements")
 
     def act():
@@ -89,7 +89,7 @@ def test_a_step_that_is_being_replaced_is_whole_or_gone():
     assert found >= {"old", "new"}
 
 
-def test_a_deletion_that_is_cut_off_leaves_a_step_or_none():
+def test_interrupted_deletion_leaves_whole_step_or_none():
     path = faulty.new_path("cut-deletions")
     flaxckpt.Checkpointer(path).save(1, state(1)).wait()
 
@@ -130,7 +130,7 @@ def test_acknowledged_steps_survive_delayed_writes(seed):
             strategies.assert_same(state(step, "b"), ckpt.restore(step=step))
 
 
-def test_objects_of_others_are_never_replaced():
+def test_never_replaces_foreign_objects():
     path = faulty.new_path("foreign")
     (path / "7/notes.txt").write_text("mine")
     with flaxckpt.Checkpointer(path) as ckpt:
@@ -141,7 +141,7 @@ def test_objects_of_others_are_never_replaced():
     assert (path / "7/notes.txt").read_text() == "mine"
 
 
-def test_a_reader_keeps_its_step():
+def test_reader_protects_its_step_from_deletion():
     path = faulty.new_path("readers")
     with flaxckpt.Checkpointer(path, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -154,7 +154,7 @@ def test_a_reader_keeps_its_step():
         assert ckpt.steps() == [2]
 
 
-def test_a_step_counts_by_its_marker():
+def test_step_needs_commit_marker():
     path = faulty.new_path("markers")
     with flaxckpt.Checkpointer(path) as ckpt:
         ckpt.save(1, state(1)).wait()

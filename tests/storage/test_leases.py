@@ -64,7 +64,7 @@ OTHER = "READING-there-7-0123abcd"
 
 
 @on_disk
-def test_all_may_renew_a_lease_whom_the_umask_lets(path):
+def test_mode_of_lease_file_follows_umask(path):
     before = os.umask(0)
     try:
         lease = leases.Lease(path)
@@ -76,7 +76,7 @@ def test_all_may_renew_a_lease_whom_the_umask_lets(path):
 
 
 @on_both
-def test_a_lease_is_a_file_until_it_is_released(path):
+def test_lease_is_file_until_released(path):
     lease = leases.Lease(path)
     [name] = [name for name in names(path) if name != "file"]
     assert leases.is_lease(name)
@@ -91,7 +91,7 @@ def test_a_lease_is_a_file_until_it_is_released(path):
 
 
 @on_both
-def test_a_long_or_odd_name_of_a_host_makes_a_name_of_a_lease(path, monkeypatch):
+def test_lease_name_sanitizes_and_shortens_host_name(path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "a b/ä-" + "h" * 99)
     lease = leases.Lease(path)
     [name] = [name for name in names(path) if name != "file"]
@@ -103,7 +103,7 @@ def test_a_long_or_odd_name_of_a_host_makes_a_name_of_a_lease(path, monkeypatch)
 
 
 @on_both
-def test_two_leases_of_one_process_are_two_files(path):
+def test_two_leases_of_one_process_use_two_files(path):
     first, second = leases.Lease(path), leases.Lease(path)
     assert len(names(path)) == 3
     first.release()
@@ -113,7 +113,7 @@ def test_two_leases_of_one_process_are_two_files(path):
 
 
 @on_both
-def test_a_missing_checkpoint_has_no_lease_and_no_readers(path):
+def test_missing_checkpoint_has_no_lease_or_readers(path):
     with pytest.raises(FileNotFoundError):
         leases.Lease(path.parent / "2")
     assert leases.readers(path.parent / "2") == []
@@ -122,7 +122,7 @@ def test_a_missing_checkpoint_has_no_lease_and_no_readers(path):
 
 
 @on_disk
-def test_a_lease_that_cannot_be_made_keeps_nothing_open(path, monkeypatch):
+def test_failed_lease_leaves_no_file_open(path, monkeypatch):
     before = list(Path("/proc/self/fd").iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(leases.secrets, "token_hex", lambda size: "0123abcd")
@@ -135,7 +135,7 @@ def test_a_lease_that_cannot_be_made_keeps_nothing_open(path, monkeypatch):
 
 
 @on_disk
-def test_a_lease_follows_its_checkpoint(path):
+def test_lease_follows_renamed_checkpoint(path):
     lease = leases.Lease(path)
     moved = path.rename(path.parent / "aside")
     [name] = [name for name in names(moved) if name != "file"]
@@ -147,7 +147,7 @@ def test_a_lease_follows_its_checkpoint(path):
 
 
 @on_both
-def test_a_lease_is_renewed_again_and_again(path, monkeypatch):
+def test_renews_lease_repeatedly(path, monkeypatch):
     with monkeypatch.context() as patch:
         seams.replace(patch, "leases.expires_secs", 0.04)
         lease = leases.Lease(path)
@@ -162,7 +162,7 @@ def test_a_lease_is_renewed_again_and_again(path, monkeypatch):
 
 
 @on_both
-def test_a_renewal_that_fails_is_tried_again(path):
+def test_retries_failed_renewal(path):
     lease = leases.Lease(path)
     for file in path.iterdir():
         file.unlink()
@@ -176,7 +176,7 @@ def test_a_renewal_that_fails_is_tried_again(path):
 
 
 @on_both
-def test_a_forked_child_leaves_the_lease_to_its_parent(path, monkeypatch):
+def test_forked_child_does_not_release_lease_of_parent(path, monkeypatch):
     lease = leases.Lease(path)
     before = names(path)
     with monkeypatch.context() as patch:
@@ -189,7 +189,7 @@ def test_a_forked_child_leaves_the_lease_to_its_parent(path, monkeypatch):
 
 
 @on_both
-def test_leases_are_released_at_exit(path):
+def test_releases_leases_at_exit(path):
     held = leases.Lease(path)
     released = leases.Lease(path)
     released.release()
@@ -204,7 +204,7 @@ def test_leases_are_released_at_exit(path):
 
 @on_both
 @pytest.mark.parametrize("sign", [1, -1], ids=["past", "future"])
-def test_a_reader_counts_until_it_is_too_old(path, sign):
+def test_reader_counts_until_expired(path, sign):
     limit = LIMIT_SECS[kind(path)]
     put(path, OTHER, age=sign * (limit - 15))
     assert leases.readers(path) == ["there:7"]
@@ -213,7 +213,7 @@ def test_a_reader_counts_until_it_is_too_old(path, sign):
 
 
 @on_disk
-def test_where_the_disk_tells_no_time_an_hour_more_is_allowed(path, monkeypatch):
+def test_allows_extra_hour_without_file_system_time(path, monkeypatch):
     seams.replace(monkeypatch, "leases.file_system_time", lambda directory: None)
     put(path, OTHER, age=3660 - 30)
     assert leases.readers(path) == ["there:7"]
@@ -222,7 +222,7 @@ def test_where_the_disk_tells_no_time_an_hour_more_is_allowed(path, monkeypatch)
 
 
 @on_disk
-def test_ages_are_by_the_clock_of_the_file_system(path, monkeypatch):
+def test_measures_age_by_file_system_clock(path, monkeypatch):
     put(path, OTHER, age=70)
     now = time.time()
     seams.replace(monkeypatch, "leases.file_system_time", lambda directory: now - 30)
@@ -232,7 +232,7 @@ def test_ages_are_by_the_clock_of_the_file_system(path, monkeypatch):
 
 
 @on_disk
-def test_an_age_that_is_unknown_is_not_older(path, monkeypatch):
+def test_unknown_age_is_not_older(path, monkeypatch):
     put(path, OTHER, age=70)
     assert leases.is_older(path / OTHER, 60)
     assert not leases.is_older(path / OTHER, 80)
@@ -242,7 +242,7 @@ def test_an_age_that_is_unknown_is_not_older(path, monkeypatch):
 
 
 @on_disk
-def test_the_time_of_a_file_system_is_now(path):
+def test_file_system_time_is_current(path):
     assert abs(leases._file_system_time(path) - time.time()) < 600
     assert leases._file_system_time(path / "missing") is None
     assert names(path) == ["file"]
@@ -252,20 +252,20 @@ def test_the_time_of_a_file_system_is_now(path):
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"7", b"{}", b'{"time": []}', b"[" * 100_000]
 )
-def test_a_reader_of_unknown_age_counts(path, content):
+def test_reader_of_unknown_age_counts(path, content):
     (path / OTHER).write_bytes(content)
     assert leases.readers(path) == ["there:7"]
 
 
 @on_both
-def test_a_file_that_is_gone_by_now_is_no_reader(path):
+def test_unexpired_ignores_missing_files(path):
     assert leases.unexpired(path, [OTHER, "READING-gone-1-0123abcd"]) == []
     put(path, OTHER)
     assert leases.unexpired(path, iter(["gone", OTHER])) == [OTHER]
     assert leases.unexpired(path, []) == []
 
 
-def test_names_of_leases_are_exact():
+def test_recognizes_only_exact_lease_names():
     for name in (OTHER, "DELETING", f"READING-{'h' * 64}-1-01234567"):
         assert leases.is_lease(name), name
     for name in (
@@ -286,7 +286,7 @@ def test_names_of_leases_are_exact():
 
 
 @on_both
-def test_a_deletion_is_announced_while_it_lasts(path):
+def test_announces_deletion_while_it_lasts(path):
     assert not leases.is_being_deleted(path)
     with leases.deletion(path):
         assert names(path) == ["DELETING", "file"]
@@ -297,7 +297,7 @@ def test_a_deletion_is_announced_while_it_lasts(path):
 
 
 @on_both
-def test_a_deletion_that_was_cut_off_long_ago_is_none(path):
+def test_ignores_announcement_of_old_interrupted_deletion(path):
     put(path, "DELETING", age=400)
     assert not leases.is_being_deleted(path)
     with leases.deletion(path):
@@ -305,7 +305,7 @@ def test_a_deletion_that_was_cut_off_long_ago_is_none(path):
 
 
 @on_both
-def test_nothing_is_deleted_while_it_is_read(path):
+def test_deletion_rejects_checkpoint_being_read(path):
     put(path, OTHER)
     put(path, "READING-here-9-0123abcd")
     with (
@@ -320,7 +320,7 @@ def test_nothing_is_deleted_while_it_is_read(path):
 
 
 @on_disk
-def test_a_deletion_may_take_the_announcement_with_it(path):
+def test_deletion_may_remove_its_own_announcement(path):
     with leases.deletion(path):
         for file in path.iterdir():
             file.unlink()
@@ -330,7 +330,7 @@ def test_a_deletion_may_take_the_announcement_with_it(path):
 
 @on_disk
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EIO])
-def test_only_a_full_disk_lets_a_deletion_begin_unannounced(path, monkeypatch, code):
+def test_only_full_disk_permits_unannounced_deletion(path, monkeypatch, code):
     def touch(file):
         raise OSError(code, os.strerror(code))
 
@@ -342,7 +342,7 @@ def test_only_a_full_disk_lets_a_deletion_begin_unannounced(path, monkeypatch, c
 
 
 @on_disk
-def test_an_announcement_that_cannot_be_removed_fails_no_deletion(path, monkeypatch):
+def test_deletion_ignores_failed_removal_of_announcement(path, monkeypatch):
     def unlink(file, missing_ok=False):
         raise PermissionError(13, "Permission denied")
 
@@ -372,7 +372,7 @@ def test_sweep_removes_expired_leases(path):
 
 
 @in_store
-def test_a_file_that_is_gone_by_now_need_not_be_swept(path, monkeypatch):
+def test_sweep_ignores_missing_files(path, monkeypatch):
     def is_recent(file):
         file.unlink()
         return False

@@ -15,7 +15,7 @@ from flaxckpt._storage import rename as storage_rename
 from tests.helpers import seams
 
 
-def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
+def test_resolves_relative_home_and_url_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _storage.paths.resolve("run") == tmp_path / "run"
@@ -24,12 +24,12 @@ def test_paths_may_be_relative_urls_or_in_the_home(tmp_path, monkeypatch):
     assert _storage.paths.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
 
 
-def test_other_urls_are_refused():
+def test_rejects_other_urls():
     with pytest.raises(errors.OptionError, match="ftp://"):
         _storage.paths.resolve("ftp://host/run")
 
 
-def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, monkeypatch):
+def test_rejects_paths_with_backslashes(tmp_path, monkeypatch):
     with pytest.raises(errors.OptionError, match="without backslashes"):
         flaxckpt.save(tmp_path / "a\\b", {"w": jnp.ones(3)})
     assert list(tmp_path.iterdir()) == []
@@ -42,13 +42,13 @@ def test_a_path_that_tensorstore_would_misread_is_refused(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "name", ["a b", "a%2fb", "a#b?c", "<a>", "a'\"b", "a\nb", "ß", "*"]
 )
-def test_other_names_of_directories_are_taken_as_they_are(tmp_path, name):
+def test_keeps_odd_directory_names(tmp_path, name):
     flaxckpt.save(tmp_path / name, {"w": jnp.ones(3)})
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert flaxckpt.verify(tmp_path / name).ok
 
 
-def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
+def test_failed_replace_keeps_old_content(tmp_path, monkeypatch):
     path = tmp_path / "file"
     _storage.of(path).replace(path, b"old")
 
@@ -65,7 +65,7 @@ def test_replace_leaves_the_old_content_if_it_fails(tmp_path, monkeypatch):
     assert path.read_bytes() == b"new"
 
 
-def test_publish_refuses_a_name_that_is_taken(tmp_path):
+def test_publish_rejects_taken_name(tmp_path):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
@@ -99,9 +99,7 @@ def renames(monkeypatch, code):
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
-def test_without_an_exchange_directories_change_names_one_by_one(
-    tmp_path, monkeypatch, code
-):
+def test_exchange_falls_back_to_single_renames(tmp_path, monkeypatch, code):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
@@ -115,7 +113,7 @@ def test_without_an_exchange_directories_change_names_one_by_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "old"]
 
 
-def test_an_exchange_that_fails_is_an_error(tmp_path, monkeypatch):
+def test_failed_exchange_raises_error(tmp_path, monkeypatch):
     (tmp_path / "old").mkdir()
     with pytest.raises(FileNotFoundError, match="cannot exchange"):
         storage_rename.exchange(tmp_path / "missing", tmp_path / "old")
@@ -170,7 +168,7 @@ def test_remove_tree_does_not_follow_links(tmp_path):
     assert (target / "file").read_text() == "precious"
 
 
-def test_read_refuses_files_beyond_the_limit(tmp_path):
+def test_read_rejects_files_beyond_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert _storage.of(path).read(path, max_bytes=5) == b"12345"
@@ -178,7 +176,7 @@ def test_read_refuses_files_beyond_the_limit(tmp_path):
         _storage.of(path).read(path, max_bytes=4)
 
 
-def test_sync_tree_counts_the_bytes_of_all_files(tmp_path):
+def test_sync_tree_counts_bytes_of_all_files(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "one").write_bytes(b"123")
     (tmp_path / "a" / "b" / "two").write_bytes(b"4567")

@@ -79,7 +79,7 @@ def tree(tmp_path):
     return root
 
 
-def test_entries_exist_even_as_broken_links(tree):
+def test_broken_links_count_as_existing(tree):
     for name, is_there in {"b": True, "a": True, "broken": True, "x": False}.items():
         assert LOCAL.exists(tree / name) is is_there
         assert LOCAL.is_taken(tree / name) is is_there
@@ -90,7 +90,7 @@ def test_entries_exist_even_as_broken_links(tree):
     assert not transaction.lists_committed(tree, [])
 
 
-def test_lists_files_below_a_directory_in_order(tree):
+def test_lists_files_below_directory_in_order(tree):
     assert sorted(LOCAL.names(tree)) == ["a", "b", "broken", "link", "to_a", "z"]
     assert sorted(LOCAL.directories(tree)) == ["a", "z"]
     below = ["b", "broken", "link", "a/c", "a/d", "z/e/f"]
@@ -104,7 +104,7 @@ def test_lists_files_below_a_directory_in_order(tree):
     )
 
 
-def test_a_directory_that_goes_while_it_is_listed_is_left_out(tree):
+def test_listing_skips_vanished_directory(tree):
     def select(name):
         if name == "z":
             (tree / "z/e/f").unlink()
@@ -115,12 +115,12 @@ def test_a_directory_that_goes_while_it_is_listed_is_left_out(tree):
     assert {*LOCAL.contents(tree, select)} == {"a"}
 
 
-def test_files_of_a_missing_directory_are_an_error(tree):
+def test_listing_missing_directory_raises_error(tree):
     with pytest.raises(FileNotFoundError):
         list(listing.all_files(tree / "missing"))
 
 
-def test_entries_are_files_directories_or_links(tree):
+def test_walk_distinguishes_files_directories_and_links(tree):
     (tree / "loop").symlink_to("loop")
     assert {tuple(entry) for entry in LOCAL.walk(tree, strict=True)} == {
         *(("a", True, False, False), ("a/c", False, True, False)),
@@ -132,7 +132,7 @@ def test_entries_are_files_directories_or_links(tree):
     }
 
 
-def test_sizes_are_those_of_the_files(tree):
+def test_reports_sizes_of_files(tree):
     links = sum((tree / name).lstat().st_size for name in ("broken", "link"))
     assert listing.known_size_below(tree) == 9 + links
     assert LOCAL.known_size(tree / "a/d", tree) == 3
@@ -146,13 +146,13 @@ def test_sizes_are_those_of_the_files(tree):
     assert disk_usage.on_disk(tree / "missing", counted) == (0, 0)
 
 
-def test_a_file_that_goes_while_sizes_are_added_counts_nothing(tree, monkeypatch):
+def test_known_size_ignores_vanished_file(tree, monkeypatch):
     real = listing.files_below(tree)
     seams.replace(monkeypatch, "listing.files_below", lambda path: [*real, "gone"])
     assert listing.known_size_below(tree) >= 9
 
 
-def test_a_changed_file_has_another_identity(tree):
+def test_changed_file_has_new_identity(tree):
     assert LOCAL.identity(tree / "missing") is None
     before = LOCAL.identity(tree / "b"), LOCAL.fingerprint(tree / "b")
     assert before == (LOCAL.identity(tree / "b"), LOCAL.fingerprint(tree / "b"))
@@ -165,7 +165,7 @@ def test_a_changed_file_has_another_identity(tree):
 # ---- reading ----------------------------------------------------------------------
 
 
-def test_a_file_is_read_up_to_a_limit(tree):
+def test_reads_file_up_to_limit(tree):
     assert LOCAL.read(tree / "a/d", max_bytes=3) == b"345"
     for limit in (2, 0):
         with pytest.raises(errors.DamagedCheckpointError, match=f"{limit} bytes, fou"):
@@ -174,7 +174,7 @@ def test_a_file_is_read_up_to_a_limit(tree):
         LOCAL.read(tree / "a", max_bytes=3)
 
 
-def test_a_file_that_grows_while_it_is_read_is_refused(tree, monkeypatch):
+def test_rejects_file_growing_beyond_limit_during_read(tree, monkeypatch):
     real = os.fstat
 
     def fstat(descriptor):
@@ -193,7 +193,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tree, monkeypatch):
 @pytest.mark.parametrize(
     "make", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to("/dev/zero")]
 )
-def test_refuses_special_files_without_waiting(tmp_path, make):
+def test_rejects_special_files_without_waiting(tmp_path, make):
     path = tmp_path / "file"
     make(path)
     with pytest.raises(errors.DamagedCheckpointError, match="not a regular file"):
@@ -202,7 +202,7 @@ def test_refuses_special_files_without_waiting(tmp_path, make):
         LOCAL.digest_file(path, max_bytes=10)
 
 
-def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
+def test_reads_linked_file_up_to_limit(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
     assert LOCAL.read(tmp_path / "link", max_bytes=5) == b"12345"
@@ -210,13 +210,13 @@ def test_files_behind_links_are_read_and_long_ones_are_not(tmp_path):
         LOCAL.read(tmp_path / "link", max_bytes=4)
 
 
-def test_a_digest_has_a_limit(tree):
+def test_digest_file_respects_limit(tree):
     digest = "sha256:" + hashlib.sha256(b"345").hexdigest()
     assert LOCAL.digest_file(tree / "a/d", max_bytes=3) == digest
     assert LOCAL.digest_file(tree / "a/d", max_bytes=2) is None
 
 
-def test_a_stream_gives_all_bytes(tree, monkeypatch):
+def test_stream_yields_all_bytes(tree, monkeypatch):
     seams.replace(monkeypatch, "local_storage.stream_bytes", 3)
     (tree / "b").write_bytes(b"12345678")
     parts = [bytes(part) for part in LOCAL.stream(tree / "b", tree, 8)]
@@ -225,7 +225,7 @@ def test_a_stream_gives_all_bytes(tree, monkeypatch):
         list(LOCAL.stream(tree / "link", tree / "a", 8))
 
 
-def test_a_range_is_read_though_calls_read_less(tree, monkeypatch):
+def test_read_range_completes_short_reads(tree, monkeypatch):
     (tree / "b").write_bytes(b"0123456789")
     real = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, min(n, 2), at))
@@ -236,7 +236,7 @@ def test_a_range_is_read_though_calls_read_less(tree, monkeypatch):
         LOCAL.read_small(tree / "link", 3, tree / "a")
 
 
-def test_bytes_are_read_into_several_views(tmp_path, monkeypatch):
+def test_reads_bytes_into_several_views(tmp_path, monkeypatch):
     file = make(tmp_path, array__chunk=b"0123456789") / "array/chunk"
     seams.replace(monkeypatch, "local_storage.call_bytes", 3)
     first, second = bytearray(4), bytearray(5)
@@ -288,7 +288,7 @@ def test_storage_operations_leave_no_file_open(tree):
         (b"333", 100, []),
     ],
 )
-def test_the_last_whole_lines_are_read(tmp_path, content, limit, lines):
+def test_last_lines_returns_only_whole_lines(tmp_path, content, limit, lines):
     file = make(tmp_path, log=content) / "log"
     assert LOCAL.last_lines(file, limit) == lines
 
@@ -306,7 +306,7 @@ def test_forget_cached_ignores_missing_files(tree, monkeypatch):
 # ---- writing ----------------------------------------------------------------------
 
 
-def test_a_written_file_is_new_and_synced_with_its_content(tmp_path, disk, monkeypatch):
+def test_write_syncs_new_file_and_rejects_existing(tmp_path, disk, monkeypatch):
     contents = []
     real = disk._sync
     monkeypatch.setattr(
@@ -323,7 +323,7 @@ def test_a_written_file_is_new_and_synced_with_its_content(tmp_path, disk, monke
 
 
 @pytest.mark.parametrize("mode", [None, 0o750])
-def test_a_replacement_is_whole_durable_and_of_its_mode(tmp_path, disk, umask, mode):
+def test_replace_is_durable_and_sets_mode(tmp_path, disk, umask, mode):
     make(tmp_path, a=b"old")
     LOCAL.replace(tmp_path / "a", b"new", mode=mode)
     assert (tmp_path / "a").read_bytes() == b"new"
@@ -334,7 +334,7 @@ def test_a_replacement_is_whole_durable_and_of_its_mode(tmp_path, disk, umask, m
     assert LOCAL.names(tmp_path) == ["a"]
 
 
-def test_a_private_file_is_private_before_it_has_content(tmp_path, monkeypatch, umask):
+def test_file_is_private_before_it_has_content(tmp_path, monkeypatch, umask):
     modes_of_empty = []
     seams.replace(
         monkeypatch,
@@ -345,7 +345,7 @@ def test_a_private_file_is_private_before_it_has_content(tmp_path, monkeypatch, 
     assert modes_of_empty == [0o600]
 
 
-def test_a_replacement_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_replace_leaves_no_temporary_file(tmp_path, monkeypatch):
     def fail(*given):
         raise PermissionError(13, "Permission denied")
 
@@ -360,7 +360,7 @@ def test_a_replacement_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert LOCAL.names(tmp_path) == ["a"]
 
 
-def test_new_directories_are_durable_with_their_parents(tmp_path, disk, umask):
+def test_make_directory_syncs_all_parents(tmp_path, disk, umask):
     LOCAL.make_directory(tmp_path / "a/b/c")
     assert disk.synced == [".", "a", "a/b"]
     LOCAL.make_directory(tmp_path / "a/b/c")
@@ -371,7 +371,7 @@ def test_new_directories_are_durable_with_their_parents(tmp_path, disk, umask):
 
 
 @pytest.mark.parametrize("mode", [None, 0o750])
-def test_a_directory_that_another_process_makes_keeps_its_mode(tmp_path, mode, umask):
+def test_keeps_mode_of_directory_made_by_another_process(tmp_path, mode, umask):
     (tmp_path / "a").mkdir()
     local_storage._make(tmp_path / "a", mode)
     assert permissions(tmp_path / "a") == 0o755
@@ -380,7 +380,7 @@ def test_a_directory_that_another_process_makes_keeps_its_mode(tmp_path, mode, u
         local_storage._make(tmp_path / "file", mode)
 
 
-def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
+def test_sync_tree_syncs_root_last(tree, disk, monkeypatch):
     seams.replace(monkeypatch, "local_storage.syncing_threads", 1)
     for name in ("link", "to_a", "broken"):
         (tree / name).unlink()
@@ -394,15 +394,13 @@ def test_a_tree_is_synced_from_below(tree, disk, monkeypatch):
     assert disk.synced == ["tree/b", "tree/a"]
 
 
-def test_a_pipe_in_a_tree_is_an_error_and_not_waited_for(tmp_path):
+def test_sync_tree_rejects_pipe_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="Invalid argument"):
         LOCAL.sync_tree(tmp_path)
 
 
-def test_parts_are_written_in_order_though_calls_write_less(
-    tmp_path, monkeypatch, umask
-):
+def test_write_parts_completes_short_writes_in_order(tmp_path, monkeypatch, umask):
     seams.replace(monkeypatch, "local_storage.written_at_once", 3)
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, view: real(fd, view[:2]))
@@ -413,14 +411,14 @@ def test_parts_are_written_in_order_though_calls_write_less(
         LOCAL.write_parts(tmp_path / "a", [])
 
 
-def test_large_files_are_synced_at_once(tmp_path, disk, monkeypatch):
+def test_write_parts_syncs_large_files_at_once(tmp_path, disk, monkeypatch):
     seams.replace(monkeypatch, "local_storage.synced_at_once", 4)
     LOCAL.write_parts(tmp_path / "a", [memoryview(b"12"), memoryview(b"34")])
     LOCAL.write_parts(tmp_path / "b", [memoryview(b"12"), memoryview(b"3")])
     assert disk.synced == ["a"]
 
 
-def test_lines_are_appended_whole(tmp_path, umask):
+def test_appends_whole_lines(tmp_path, umask):
     file = tmp_path / "log"
     LOCAL.append_lines(file, b"1\n", 100)
     LOCAL.append_lines(file, b"2\n", 100)
@@ -433,7 +431,7 @@ def test_lines_are_appended_whole(tmp_path, umask):
     assert permissions(file) == 0o640
 
 
-def test_a_new_journal_is_private_before_it_has_its_mode(tmp_path, monkeypatch, umask):
+def test_new_journal_is_private_before_it_gets_its_mode(tmp_path, monkeypatch, umask):
     found = []
     seams.replace(
         monkeypatch,
@@ -447,7 +445,7 @@ def test_a_new_journal_is_private_before_it_has_its_mode(tmp_path, monkeypatch, 
     assert len(found) == 1, "only the owner may change the mode"
 
 
-def test_lines_go_to_regular_files_only(tmp_path):
+def test_appends_lines_only_to_regular_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match=r"regular|No such device"):
         LOCAL.append_lines(tmp_path / "pipe", b"1\n", 100)
@@ -456,14 +454,14 @@ def test_lines_go_to_regular_files_only(tmp_path):
         LOCAL.append_lines(tmp_path / "link", b"1\n", 100)
 
 
-def test_a_line_that_is_cut_off_is_an_error(tmp_path, monkeypatch):
+def test_truncated_append_raises_error(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, content: real(fd, content[:-1]))
     with pytest.raises(OSError, match="no space left"):
         LOCAL.append_lines(tmp_path / "log", b"1\n", 100)
 
 
-def test_one_holds_the_lock_of_a_file(tmp_path):
+def test_file_lock_is_exclusive(tmp_path):
     file = make(tmp_path, a=b"") / "a"
     held, events = threading.Event(), []
 
@@ -489,9 +487,7 @@ def test_one_holds_the_lock_of_a_file(tmp_path):
         pass
 
 
-def test_a_file_of_others_and_one_without_locks_is_locked_as_far_as_it_can_be(
-    tmp_path, monkeypatch
-):
+def test_lock_file_tolerates_missing_permission_and_lock_support(tmp_path, monkeypatch):
     real = os.open
 
     def opened(path, flags, *given):
@@ -513,7 +509,7 @@ def test_a_file_of_others_and_one_without_locks_is_locked_as_far_as_it_can_be(
 FILES = {"one": b"1", "two": b"22"}
 
 
-def test_a_directory_is_added_once_with_all_files(tmp_path, disk, umask):
+def test_adds_directory_once_with_all_files(tmp_path, disk, umask):
     step = make(tmp_path / "7", file=b"")
     step.chmod(0o750)
     assert LOCAL.add_directory(step / "metrics", FILES)
@@ -531,7 +527,7 @@ def test_a_directory_is_added_once_with_all_files(tmp_path, disk, umask):
         LOCAL.add_directory(step / "link", FILES)
 
 
-def test_a_withdrawn_name_is_durably_gone(tmp_path, disk):
+def test_withdraw_name_is_durable(tmp_path, disk):
     make(tmp_path / "7", file=b"")
     assert LOCAL.withdraw_name(tmp_path / "7", tmp_path / "x") == tmp_path / "x"
     assert LOCAL.names(tmp_path) == ["x"]
@@ -544,7 +540,7 @@ def commit(final, publish=rename.publish, *, before=lambda: None, mode=None):
         return new.commit(b"{}", before).size
 
 
-def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path, disk):
+def test_checkpoint_is_durable_before_it_gets_its_name(tmp_path, disk):
     final, at_publish, at_before = tmp_path / "7", [], []
 
     def publish(new, path):
@@ -561,7 +557,7 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path, disk):
     assert LOCAL.names(tmp_path) == ["7"]
 
 
-def test_a_checkpoint_that_another_process_swept_is_not_published(tmp_path):
+def test_does_not_publish_swept_checkpoint(tmp_path):
     def sweep():
         [new] = tmp_path.iterdir()
         new.rename(tmp_path / "swept")
@@ -572,7 +568,7 @@ def test_a_checkpoint_that_another_process_swept_is_not_published(tmp_path):
     assert LOCAL.names(tmp_path) == ["swept"]
 
 
-def test_a_checkpoint_has_its_mode_before_it_has_its_name(tmp_path, umask):
+def test_checkpoint_has_mode_before_rename(tmp_path, umask):
     found = []
 
     def publish(new, path):
@@ -601,7 +597,7 @@ def copy(source, final, is_wanted=lambda name: True, markers=None, **options):
         return new.commit(marker).size
 
 
-def test_a_copy_is_durable_before_it_has_its_name(tmp_path, disk, umask):
+def test_copy_is_durable_before_it_gets_its_name(tmp_path, disk, umask):
     source = make(tmp_path / "7", a__b=b"123", c=b"4", d__e__f=b"5")
     (source / "empty").mkdir()
     at_publish = []
@@ -647,7 +643,7 @@ def late(monkeypatch, act):
     seams.replace(monkeypatch, "rename.withdraw", withdraw)
 
 
-def test_a_deletion_takes_the_name_durably_and_then_the_files(
+def test_delete_withdraws_name_durably_before_removing_files(
     tmp_path, disk, monkeypatch
 ):
     make(tmp_path / "7", state__w=b"12345")
@@ -663,14 +659,14 @@ def test_a_deletion_takes_the_name_durably_and_then_the_files(
     assert temporary.leftovers([left], str.isdigit)
 
 
-def test_a_deletion_removes_all(tmp_path):
+def test_delete_removes_all_files(tmp_path):
     make(tmp_path / "7", state__w=b"12345")
     transaction.delete(tmp_path / "7", lambda path: None)
     assert LOCAL.names(tmp_path) == []
 
 
 @pytest.mark.parametrize("when", ["before", "late"])
-def test_delete_refuses_a_step_that_is_being_read(tmp_path, monkeypatch, disk, when):
+def test_delete_rejects_step_being_read(tmp_path, monkeypatch, disk, when):
     step = make(tmp_path / "7", file=b"")
     if when == "before":
         (step / READER).touch()
@@ -684,7 +680,7 @@ def test_delete_refuses_a_step_that_is_being_read(tmp_path, monkeypatch, disk, w
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_check_that_fails_keeps_the_name(tmp_path, failing):
+def test_failed_check_keeps_name(tmp_path, failing):
     step = make(tmp_path / "7", file=b"")
     checked = []
 
@@ -701,7 +697,7 @@ def test_a_check_that_fails_keeps_the_name(tmp_path, failing):
     assert len(checked) == failing
 
 
-def test_delete_claims_the_step_meanwhile(tmp_path, monkeypatch):
+def test_delete_claims_step_meanwhile(tmp_path, monkeypatch):
     make(tmp_path / "7", file=b"")
     late(monkeypatch, lambda path: seen.append(_is_free(path)))
     seen = []
@@ -717,7 +713,7 @@ def _is_free(path):
         return is_ours
 
 
-def test_a_part_is_announced_withdrawn_and_removed(tmp_path, disk, monkeypatch):
+def test_delete_part_announces_withdraws_and_removes_part(tmp_path, disk, monkeypatch):
     step = make(tmp_path / "7", state__w=b"12", opt__m=b"34")
     at_announcement = []
 
@@ -735,9 +731,7 @@ def test_a_part_is_announced_withdrawn_and_removed(tmp_path, disk, monkeypatch):
     assert sorted(LOCAL.names(step)) == [READER, "state"]
 
 
-def test_a_part_with_a_late_reader_gets_its_name_back_durably(
-    tmp_path, disk, monkeypatch
-):
+def test_delete_part_restores_name_durably_for_late_reader(tmp_path, disk, monkeypatch):
     step = make(tmp_path / "7", state__w=b"12")
     real = LOCAL.withdraw_name
 
@@ -753,7 +747,7 @@ def test_a_part_with_a_late_reader_gets_its_name_back_durably(
     assert disk.synced.count("7") == 2, "after both renames"
 
 
-def test_the_facts_of_a_disk(tmp_path):
+def test_reports_properties_of_disk(tmp_path):
     assert stat.S_ISDIR(tmp_path.stat().st_mode)
     assert filesystem.free_bytes(tmp_path) > 0
     assert filesystem.is_local(tmp_path)

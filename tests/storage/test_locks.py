@@ -77,7 +77,7 @@ def process():
 # ---- holding ----------------------------------------------------------------------
 
 
-def test_a_lock_is_there_until_it_is_released(path):
+def test_lock_exists_until_released(path):
     with locks.lock(path) as lock:
         assert locks.is_locked(path)
         assert not lock.is_inherited
@@ -85,7 +85,7 @@ def test_a_lock_is_there_until_it_is_released(path):
     assert not locks.is_locked(path)
 
 
-def test_a_held_lock_changes_again_and_again(path, monkeypatch):
+def test_renews_held_lock_repeatedly(path, monkeypatch):
     seams.replace(monkeypatch, "locks.beat_secs", 0.01)
     with locks.lock(path):
         beats = [read(path)["beat"]]
@@ -105,7 +105,7 @@ def test_each_renewal_writes_its_time(path, clock):
             assert read(path)["beat"] == beat
 
 
-def test_an_outage_does_not_end_the_renewals(path):
+def test_outage_does_not_end_renewals(path):
     with locks.lock(path) as lock:
         with faulty.faulty(path, last=0):
             assert lock._beat()
@@ -113,7 +113,7 @@ def test_an_outage_does_not_end_the_renewals(path):
         lock.confirm()
 
 
-def test_a_lock_that_is_lost_stays_lost(path, caplog):
+def test_lost_lock_stays_lost(path, caplog):
     with locks.lock(path) as lock:
         put(path, ELSEWHERE)
         assert not lock._beat()
@@ -125,14 +125,14 @@ def test_a_lock_that_is_lost_stays_lost(path, caplog):
     assert read(path)["id"] == "x"
 
 
-def test_a_lock_without_a_thread_is_held_all_the_same(path, monkeypatch):
+def test_holds_lock_even_without_thread(path, monkeypatch):
     seams.refuse_threads(monkeypatch)
     with locks.lock(path) as lock:
         lock.confirm()
     assert not locks.is_locked(path)
 
 
-def test_a_lock_that_cannot_be_removed_is_left_to_a_sweep(path, caplog):
+def test_leaves_unremovable_lock_to_sweep(path, caplog):
     with faulty.faulty(path) as kv, locks.lock(path):
         kv._last = 0
     assert "could not release the lock" in caplog.text
@@ -145,7 +145,7 @@ def test_a_lock_that_cannot_be_removed_is_left_to_a_sweep(path, caplog):
     assert not locks.is_locked(path)
 
 
-def test_a_lock_is_left_if_its_holder_says_so(path):
+def test_holder_can_leave_lock(path):
     with locks.lock(path) as lock:
         lock.is_left = True
     assert locks.is_locked(path)
@@ -155,7 +155,7 @@ def test_a_lock_is_left_if_its_holder_says_so(path):
     assert locks.is_locked(path)
 
 
-def test_a_lock_that_is_left_is_there_even_if_it_was_lost_unnoticed(path, clock):
+def test_leaving_restores_lock_lost_unnoticed(path, clock):
     with locks.lock(path) as lock:
         lock.is_left = True
         path.store.delete(path.key + locks.LOCK)  # taken over, and released
@@ -163,7 +163,7 @@ def test_a_lock_that_is_left_is_there_even_if_it_was_lost_unnoticed(path, clock)
     assert locks.is_locked(path)
 
 
-def test_a_lock_that_another_holds_now_is_not_left(path, clock):
+def test_leaving_does_not_replace_lock_of_new_holder(path, clock):
     with locks.lock(path) as lock:
         lock.is_left = True
         put(path, ELSEWHERE)
@@ -171,7 +171,7 @@ def test_a_lock_that_another_holds_now_is_not_left(path, clock):
     assert read(path)["id"] == "x"
 
 
-def test_a_forked_child_does_not_release_the_lock_of_its_parent(path, monkeypatch):
+def test_forked_child_does_not_release_lock_of_parent(path, monkeypatch):
     with locks.lock(path) as lock:
         with monkeypatch.context() as patch, faulty.faulty(path, last=0) as kv:
             child = os.getpid() + 1
@@ -195,7 +195,7 @@ def test_lock_held_on_this_machine_fails_without_waiting(path, clock, process):
     assert clock.sleeps == 0
 
 
-def test_a_patient_writer_gets_the_lock_when_it_is_released(path, clock):
+def test_patient_writer_acquires_released_lock(path, clock):
     first = locks._acquire(path, patient=False)
     clock.actions[5] = first.release
     with locks.lock(path, patient=True) as lock:
@@ -203,7 +203,7 @@ def test_a_patient_writer_gets_the_lock_when_it_is_released(path, clock):
     assert clock.sleeps == 5
 
 
-def test_patience_ends_after_a_minute(path, clock):
+def test_patient_writer_gives_up_after_one_minute(path, clock):
     first = locks._acquire(path, patient=False)
     clock.actions = dict.fromkeys(range(1000), first._beat)
     with (
@@ -216,9 +216,7 @@ def test_patience_ends_after_a_minute(path, clock):
 
 
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_a_lock_of_elsewhere_is_taken_when_it_has_not_changed_for_long(
-    path, clock, holder
-):
+def test_takes_over_stale_lock_of_another_machine(path, clock, holder):
     put(path, holder)
     with locks.lock(path) as lock:
         assert lock.is_inherited
@@ -231,7 +229,7 @@ def test_a_lock_of_elsewhere_is_taken_when_it_has_not_changed_for_long(
 @pytest.mark.parametrize(
     ("holder", "name"), [(ELSEWHERE, "elsewhere:17"), (b"", "an unknown process")]
 )
-def test_a_lock_of_elsewhere_that_changes_is_not_taken(path, clock, holder, name):
+def test_does_not_take_over_renewed_lock_of_another_machine(path, clock, holder, name):
     put(path, holder)
     clock.actions[80] = lambda: put(path, holder)
     with (
@@ -242,7 +240,7 @@ def test_a_lock_of_elsewhere_that_changes_is_not_taken(path, clock, holder, name
     assert clock.sleeps == 80
 
 
-def test_a_long_name_of_a_holder_is_cut_off():
+def test_truncates_long_holder_name():
     holder = locks._Holder("x", "h\x1b" * 99, 1, "1")
     name = locks._name(types.SimpleNamespace(value=holder.content()))
     assert name.startswith("h")
@@ -251,7 +249,7 @@ def test_a_long_name_of_a_holder_is_cut_off():
     assert locks._name(types.SimpleNamespace(value=holder.content())) == "h" * 100
 
 
-def test_of_two_who_take_over_one_gets_the_lock(path, clock, monkeypatch):
+def test_only_one_of_two_takes_over_lock(path, clock, monkeypatch):
     put(path, ELSEWHERE)
     real, quicker = seams.current("bucket.exchange"), ELSEWHERE._replace(id="quicker")
 
@@ -266,9 +264,7 @@ def test_of_two_who_take_over_one_gets_the_lock(path, clock, monkeypatch):
     assert read(path)["id"] == "quicker"
 
 
-def test_a_lock_that_nobody_can_make_is_an_error_at_the_deadline(
-    path, clock, monkeypatch
-):
+def test_failing_lock_creation_raises_error_at_deadline(path, clock, monkeypatch):
     seams.replace(monkeypatch, "bucket.create", lambda store, key, value: None)
     with (
         pytest.raises(errors.StoreError, match="check that the bucket exists"),
@@ -279,9 +275,7 @@ def test_a_lock_that_nobody_can_make_is_an_error_at_the_deadline(
     assert deadline <= clock.now - 1000 < deadline + 2
 
 
-def test_a_lock_that_is_released_between_two_requests_is_acquired(
-    path, clock, monkeypatch
-):
+def test_acquires_lock_released_between_two_requests(path, clock, monkeypatch):
     real, tries = seams.current("bucket.create"), []
 
     def create(store, key, value):
@@ -304,9 +298,7 @@ def fail(path):
 
 
 @pytest.mark.parametrize("wait", [0.0, 20.0])
-def test_an_own_lock_is_not_taken_over_while_a_request_may_still_arrive(
-    path, clock, wait
-):
+def test_waits_for_late_requests_before_taking_over_own_lock(path, clock, wait):
     fail(path)
     clock.now += wait
     assert locks.take_over(path) is None
@@ -315,7 +307,7 @@ def test_an_own_lock_is_not_taken_over_while_a_request_may_still_arrive(
     assert 1030 <= clock.now < 1031
 
 
-def test_a_late_renewal_of_an_own_lock_is_no_other_holder(path, clock):
+def test_ignores_late_renewal_of_own_lock(path, clock):
     fail(path)
     key, content = path.key + locks.LOCK, json.dumps(read(path)).encode()
     clock.actions[5] = lambda: path.store.write(key, content)
@@ -324,7 +316,7 @@ def test_a_late_renewal_of_an_own_lock_is_no_other_holder(path, clock):
     assert 1030 <= clock.now < 1031
 
 
-def test_a_sweep_takes_an_own_lock_when_no_request_arrives_any_more(path, clock):
+def test_sweep_takes_over_own_lock_after_late_requests(path, clock):
     fail(path)
     clock.now += 30
     lock = locks.take_over(path)
@@ -332,7 +324,7 @@ def test_a_sweep_takes_an_own_lock_when_no_request_arrives_any_more(path, clock)
     lock.release()
 
 
-def test_nothing_is_taken_over_from_the_living(path, process):
+def test_does_not_take_over_lock_of_live_process(path, process):
     assert locks.take_over(path) is None, "there is none"
     with locks.lock(path):
         assert locks.take_over(path) is None
@@ -342,7 +334,7 @@ def test_nothing_is_taken_over_from_the_living(path, process):
 
 @pytest.mark.parametrize("end", ["killed", "waited for", "replaced"])
 @pytest.mark.parametrize("how", ["lock", "sweep"])
-def test_the_lock_of_a_dead_process_is_taken_at_once(path, clock, process, end, how):
+def test_takes_over_lock_of_dead_process_at_once(path, clock, process, end, how):
     holder = holder_of(process)
     if end == "replaced":  # another process has the number now
         holder = holder._replace(started=f"{int(holder.started) - 1}")
@@ -369,7 +361,7 @@ def remove(path):
 
 
 @pytest.mark.parametrize("late_secs", [0.0, 0.5])
-def test_only_an_old_lock_is_renewed_before_a_request(path, clock, late_secs):
+def test_renews_only_old_lock_before_request(path, clock, late_secs):
     lock = locks._acquire(path, patient=False)
     before = generation(path)
     clock.now += locks._FRESH_SECS + late_secs
@@ -382,7 +374,7 @@ def test_only_an_old_lock_is_renewed_before_a_request(path, clock, late_secs):
     lock.release()
 
 
-def test_a_pause_during_a_renewal_is_noticed_before_a_request(path, clock, monkeypatch):
+def test_notices_pause_during_renewal_before_request(path, clock, monkeypatch):
     lock = locks._acquire(path, patient=False)
     real, pauses = seams.current("bucket.exchange"), [100.0]
 
@@ -398,7 +390,7 @@ def test_a_pause_during_a_renewal_is_noticed_before_a_request(path, clock, monke
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_lost_lock_is_noticed_before_a_request(path, clock, is_known):
+def test_notices_lost_lock_before_request(path, clock, is_known):
     lock = locks._acquire(path, patient=False)
     remove(path)
     if is_known:
@@ -411,7 +403,7 @@ def test_a_lost_lock_is_noticed_before_a_request(path, clock, is_known):
 
 
 @pytest.mark.parametrize("secs", [0, 45, 46])
-def test_a_lock_that_was_lost_in_a_pause_is_left_all_the_same(path, clock, secs):
+def test_leaving_restores_lock_lost_in_long_pause(path, clock, secs):
     """Nobody takes over a younger lock, so it is known to be there."""
     lock = locks._acquire(path, patient=False)
     lock.leave()
@@ -421,7 +413,7 @@ def test_a_lock_that_was_lost_in_a_pause_is_left_all_the_same(path, clock, secs)
     assert locks.is_locked(path) is (secs > 45)
 
 
-def test_a_lock_that_is_known_to_be_lost_is_left_all_the_same(path, clock):
+def test_leaving_restores_lock_known_to_be_lost(path, clock):
     lock = locks._acquire(path, patient=False)
     lock.leave()
     remove(path)
@@ -430,7 +422,7 @@ def test_a_lock_that_is_known_to_be_lost_is_left_all_the_same(path, clock):
     assert locks.is_locked(path)
 
 
-def test_a_lock_of_this_process_is_dead_once_it_is_neither_held_nor_left(path, clock):
+def test_own_lock_is_dead_if_neither_held_nor_left(path, clock):
     clock.now = 0.5  # as after the start of a machine
     put(path, locks._self())
     assert locks._status(path.store.read(path.key + locks.LOCK)) == "dead"
@@ -448,9 +440,7 @@ def release(lock):
     lock.release()
 
 
-def test_a_lock_stays_if_requests_of_the_dead_may_have_arrived_since(
-    path, clock, process
-):
+def test_keeps_lock_if_late_requests_may_have_arrived(path, clock, process):
     kill(process, path, beat=990)
     lock = locks.take_over(path)
     clock.now = 1100  # it looked for objects before
@@ -461,7 +451,7 @@ def test_a_lock_stays_if_requests_of_the_dead_may_have_arrived_since(
 
 
 @pytest.mark.parametrize("how", ["lock", "sweep"])
-def test_a_lock_stays_while_requests_of_the_dead_may_arrive(path, clock, process, how):
+def test_keeps_lock_while_late_requests_may_arrive(path, clock, process, how):
     kill(process, path, beat=990)  # its last request may have been sent at 1005
     release(
         locks.take_over(path) if how == "sweep" else locks._acquire(path, patient=0)
@@ -474,13 +464,13 @@ def test_a_lock_stays_while_requests_of_the_dead_may_arrive(path, clock, process
     assert not locks.is_locked(path)
 
 
-def test_a_lock_of_one_who_has_been_dead_for_long_is_released(path, clock, process):
+def test_releases_lock_of_long_dead_holder(path, clock, process):
     kill(process, path, beat=955)
     release(locks.take_over(path))
     assert not locks.is_locked(path)
 
 
-def test_a_lock_that_is_only_kept_is_acquired_at_once(path, clock, process):
+def test_acquires_kept_lock_at_once(path, clock, process):
     kill(process, path, beat=1000)
     release(locks.take_over(path))
     for now in (1001, 1044):
@@ -496,13 +486,13 @@ def test_a_lock_that_is_only_kept_is_acquired_at_once(path, clock, process):
     assert clock.sleeps == 0
 
 
-def test_the_time_for_late_requests_outlasts_who_took_over(path, clock, process):
+def test_time_for_late_requests_outlasts_new_holder(path, clock, process):
     kill(process, path, beat=900, until=1020)
     release(locks.take_over(path))
     assert read(path)["until"] == 1020
 
 
-def test_a_lock_that_is_only_kept_elsewhere_is_acquired_and_kept_on(path, clock):
+def test_acquires_lock_kept_elsewhere_and_keeps_it(path, clock):
     put(path, ELSEWHERE._replace(beat=7, until=9e9, is_free=True))
     with locks.lock(path) as lock:
         assert lock.is_inherited
@@ -511,7 +501,7 @@ def test_a_lock_that_is_only_kept_elsewhere_is_acquired_and_kept_on(path, clock)
     assert read(path)["until"] == 1030, "by the clock of this machine"
 
 
-def test_a_sweep_watches_a_lock_that_is_only_kept_elsewhere(path, clock):
+def test_sweep_watches_lock_kept_elsewhere(path, clock):
     put(path, ELSEWHERE._replace(until=9e9, is_free=True))
     assert locks.take_over(path) is None
     clock.now += 46
@@ -520,7 +510,7 @@ def test_a_sweep_watches_a_lock_that_is_only_kept_elsewhere(path, clock):
 
 
 @pytest.mark.parametrize("until", [1e308, float("inf"), float("nan"), True])
-def test_no_time_in_a_lock_keeps_it_for_ever(path, clock, until):
+def test_odd_times_never_keep_lock_forever(path, clock, until):
     free = locks._self()._replace(pid=1, until=until, is_free=True)
     put(path, free)
     for _ in range(3):
@@ -532,13 +522,13 @@ def test_no_time_in_a_lock_keeps_it_for_ever(path, clock, until):
 
 @pytest.mark.parametrize("field", ["beat", "until"])
 @pytest.mark.parametrize("value", ["x", None, [], 10**400])
-def test_a_lock_whose_times_are_no_numbers_is_unreadable(path, field, value):
+def test_lock_with_non_numeric_times_is_unreadable(path, field, value):
     content = json.dumps({**locks._self()._asdict(), field: value}).encode()
     assert locks._holder(types.SimpleNamespace(value=content)) is None
 
 
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_a_sweep_takes_a_lock_that_has_not_changed_for_long(path, clock, holder):
+def test_sweep_takes_over_stale_lock(path, clock, holder):
     put(path, holder)
     for secs in (0, 20, 24):
         clock.now += secs
@@ -556,7 +546,7 @@ def test_a_sweep_takes_a_lock_that_has_not_changed_for_long(path, clock, holder)
     lock.release()
 
 
-def test_a_sweep_that_is_too_late_takes_nothing(path, clock, monkeypatch):
+def test_late_sweep_takes_over_nothing(path, clock, monkeypatch):
     put(path, ELSEWHERE)
     locks.take_over(path)
     clock.now += 46
@@ -575,7 +565,7 @@ def test_a_sweep_that_is_too_late_takes_nothing(path, clock, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
-def test_start_time_identifies_a_process(process):
+def test_start_time_identifies_process(process):
     [booted] = [
         int(line.split()[1])
         for line in Path("/proc/stat").read_text().splitlines()
@@ -591,13 +581,13 @@ def test_start_time_identifies_a_process(process):
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="no /proc")
-def test_boot_and_process_namespace_identify_a_machine():
+def test_boot_and_process_namespace_identify_machine():
     name = locks._machine()
     assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in name
     assert f"{Path('/proc/self/ns/pid').readlink()}" in name
 
 
-def test_host_name_identifies_a_machine_without_proc(monkeypatch):
+def test_host_name_identifies_machine_without_proc(monkeypatch):
     def fail(path):
         raise FileNotFoundError(2, "No such file or directory", str(path))
 
@@ -607,9 +597,7 @@ def test_host_name_identifies_a_machine_without_proc(monkeypatch):
 
 
 @pytest.mark.parametrize(("look", "slow"), [("acquire", 4), ("sweep", 2)])
-def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
-    monkeypatch, look, slow
-):
+def test_outage_does_not_count_as_death_of_lock_holder(monkeypatch, look, slow):
     """Whoever holds it could not renew it, either."""
     path = faulty.new_path("restarts-lock") / "1"
     real, now, reads = seams.current("bucket.read"), [0.0], []
@@ -641,7 +629,7 @@ def test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock(
         lock.confirm()
 
 
-def test_a_lock_in_a_bucket_that_is_gone_is_an_error_in_time(store_path):
+def test_lock_in_missing_bucket_raises_error_in_time(store_path):
     store_path("moto")
     options = flaxckpt.StoreOptions(deadline_secs=3, retries=1)
     flaxckpt.set_store_options("s3://deleted", options)

@@ -44,7 +44,7 @@ def state(value=1.0):
 
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_file_of_a_checkpoint_has_the_mode_asked_for(tmp_path, layout):
+def test_every_file_of_checkpoint_has_requested_mode(tmp_path, layout):
     path = tmp_path / "made" / "too" / "checkpoint"
     for overwrite in (False, True):
         flaxckpt.save(
@@ -56,7 +56,7 @@ def test_every_file_of_a_checkpoint_has_the_mode_asked_for(tmp_path, layout):
 
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_file_of_a_run_has_it_too_and_those_added_later(tmp_path, layout):
+def test_files_of_run_and_later_additions_have_requested_mode(tmp_path, layout):
     run = tmp_path / "run"
     with flaxckpt.Checkpointer(
         run, permissions=0o750, layout=layout, metadata={"a": 1}, keep=[LatestN(3)]
@@ -80,7 +80,7 @@ def test_every_file_of_a_run_has_it_too_and_those_added_later(tmp_path, layout):
 
 
 @pytest.mark.usefixtures("_umask")
-def test_steps_keep_their_modes_when_they_are_uploaded(tmp_path):
+def test_uploaded_steps_keep_their_modes(tmp_path):
     run, staging = tmp_path / "run", tmp_path / "staging"
     with flaxckpt.Checkpointer(
         run, staging=staging, permissions=0o710, metadata={"a": 1}
@@ -95,7 +95,7 @@ def test_steps_keep_their_modes_when_they_are_uploaded(tmp_path):
 
 @pytest.mark.usefixtures("_umask")
 @pytest.mark.parametrize("name", ["copy", "model.safetensors", "shards", "a.msgpack"])
-def test_a_converted_checkpoint_has_the_mode_asked_for(tmp_path, name):
+def test_converted_checkpoint_has_requested_mode(tmp_path, name):
     flaxckpt.save(tmp_path / "source", {"w": jnp.ones(3)})
     copy = tmp_path / "made" / name
     kind = "safetensors" if name == "shards" else None
@@ -104,7 +104,7 @@ def test_a_converted_checkpoint_has_the_mode_asked_for(tmp_path, name):
 
 
 @pytest.mark.parametrize("layout", ["none", "zstd"])
-def test_another_mode_changes_no_files_of_earlier_steps(tmp_path, layout):
+def test_new_mode_does_not_change_files_of_earlier_steps(tmp_path, layout):
     asked = {1: 0o700, 2: 0o755, 3: 0o755}
     frozen = jax.random.normal(jax.random.key(0), (2**19,))
     for step, mode in asked.items():
@@ -150,7 +150,7 @@ def test_unfinished_checkpoint_is_private_to_its_owner(tmp_path, monkeypatch):
     ]
 
 
-def test_directories_hand_their_group_on(tmp_path):
+def test_directories_inherit_setgid_bit(tmp_path):
     tmp_path.chmod(0o2770)
     flaxckpt.save(tmp_path / "a", state(), permissions=0o750)
     if tmp_path.stat().st_mode & stat.S_ISGID:
@@ -159,7 +159,7 @@ def test_directories_hand_their_group_on(tmp_path):
 
 
 @pytest.mark.usefixtures("_umask")
-def test_a_step_saved_without_keeps_the_mode_that_the_umask_gave(tmp_path):
+def test_step_saved_without_mode_keeps_mode_from_umask(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.save(1, state(), metrics={"loss": 1.0}).wait()
         saved = modes(tmp_path / "run" / "1")
@@ -181,7 +181,7 @@ def test_a_step_saved_without_keeps_the_mode_that_the_umask_gave(tmp_path):
         (np.float32(1), "1.0"),
     ],
 )
-def test_error_names_the_invalid_mode(tmp_path, given, told):
+def test_error_names_invalid_mode(tmp_path, given, told):
     for call in (
         lambda: flaxckpt.save(tmp_path / "a", state(), permissions=given),
         lambda: flaxckpt.Checkpointer(tmp_path / "a", permissions=given),
@@ -192,7 +192,7 @@ def test_error_names_the_invalid_mode(tmp_path, given, told):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_says_that_objects_have_no_modes(tmp_path, store_path):
+def test_rejects_modes_in_object_stores(tmp_path, store_path):
     path = store_path("memory")
     for call in (
         lambda: flaxckpt.save(f"{path}/a", state(), permissions=0o750),

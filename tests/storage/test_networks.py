@@ -53,7 +53,7 @@ def assert_whole(url, newest):
     return steps
 
 
-def test_a_network_that_loses_a_twentieth_is_slower_only(net, url):
+def test_survives_loss_of_five_percent_of_packets(net, url):
     # Linux repeats the lost beginning of a connection after 1 s, then after 2 s more.
     options = flaxckpt.StoreOptions(deadline_secs=30, retries=8)
     flaxckpt.set_store_options(url.rpartition("/")[0], options)
@@ -70,7 +70,7 @@ def test_a_network_that_loses_a_twentieth_is_slower_only(net, url):
     assert assert_whole(url, 3) == [3]
 
 
-def test_a_network_that_resets_connections_leaves_no_half_step(net, url):
+def test_connection_resets_leave_no_partial_step(net, url):
     net.reset(percent=2)
     saved, said = [], []
     for step in range(1, 6):
@@ -88,7 +88,7 @@ def test_a_network_that_resets_connections_leaves_no_half_step(net, url):
     assert set(saved) <= set(assert_whole(url, 6))
 
 
-def test_save_fails_in_time_on_a_network_that_swallows_it(net, url, monkeypatch):
+def test_save_fails_in_time_if_network_swallows_packets(net, url, monkeypatch):
     real, writing = seams.current("commit_marker.write_new"), threading.Event()
 
     def write_new(path, content):
@@ -113,7 +113,7 @@ def test_save_fails_in_time_on_a_network_that_swallows_it(net, url, monkeypatch)
     assert assert_whole(url, 3) == [1, 2, 3]
 
 
-def test_large_save_may_exceed_the_deadline(net, url):
+def test_large_save_may_exceed_deadline(net, url):
     size = 2**20  # of 4 bytes
     with flaxckpt.Checkpointer(url) as ckpt:
         net.slow(bytes_per_sec=10**6)

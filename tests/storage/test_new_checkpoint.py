@@ -76,7 +76,7 @@ LOST = pytest.raises(errors.CheckpointExistsError, match="taken over")
 # ---- writing ----------------------------------------------------------------------
 
 
-def test_a_checkpoint_exists_from_its_commit_on(path):
+def test_checkpoint_exists_only_after_commit(path):
     with new(path) as made:
         assert made == path
         assert locks.is_locked(path)
@@ -91,7 +91,7 @@ def test_a_checkpoint_exists_from_its_commit_on(path):
     assert not commit_marker._locks
 
 
-def test_is_unfinished_needs_a_lock_or_a_bare_marker(path):
+def test_is_unfinished_needs_lock_or_bare_marker(path):
     assert not commit_marker.is_unfinished(path)
     (path / "file").write_bytes(b"1")
     assert not commit_marker.is_unfinished(path)
@@ -103,7 +103,7 @@ def test_is_unfinished_needs_a_lock_or_a_bare_marker(path):
     assert commit_marker.is_unfinished(path)
 
 
-def test_error_removes_the_written_objects(path):
+def test_error_removes_written_objects(path):
     with pytest.raises(KeyError):
         write_and_fail(path, KeyError())
     assert list(path.keys()) == []
@@ -111,7 +111,7 @@ def test_error_removes_the_written_objects(path):
     assert not commit_marker._locks
 
 
-def test_an_error_of_the_store_leaves_the_lock_to_a_sweep(path):
+def test_store_error_leaves_lock_to_sweep(path):
     with pytest.raises(errors.StoreError):
         write_and_fail(path, errors.StoreError("no answer"))
     assert list(path.keys()) == []
@@ -122,7 +122,7 @@ def test_an_error_of_the_store_leaves_the_lock_to_a_sweep(path):
     assert not locks.is_locked(path)
 
 
-def test_an_error_after_the_commit_removes_nothing(path):
+def test_error_after_commit_removes_nothing(path):
     with pytest.raises(KeyError):
         write_and_fail(path, KeyError(), lambda made: commit_marker.commit(made, b"{}"))
     assert len(list(path.keys())) == 2
@@ -155,7 +155,7 @@ def test_writer_without_its_lock_does_not_commit(path):
     assert not commit_marker.is_committed(path)
 
 
-def test_a_lock_lost_during_the_commit_is_an_error(path, monkeypatch):
+def test_lock_lost_during_commit_raises_error(path, monkeypatch):
     with LOST, new(path) as made:
         (made / "file").write_bytes(b"1")
         after(monkeypatch, "bucket.create", lambda: leave(path))
@@ -163,7 +163,7 @@ def test_a_lock_lost_during_the_commit_is_an_error(path, monkeypatch):
     assert list(path.keys()) == [commit_marker.MARKER, "file"]
 
 
-def test_a_commit_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
+def test_sweep_keeps_objects_of_interrupted_commit(path, monkeypatch):
     def act(made):
         after(monkeypatch, "bucket.create", interrupt)
         commit_marker.commit(made, b"{}")
@@ -177,7 +177,7 @@ def test_a_commit_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
     assert not locks.is_locked(path)
 
 
-def test_the_lock_of_another_holder_is_not_waited_for(path, monkeypatch):
+def test_does_not_wait_for_lock_of_another_holder(path, monkeypatch):
     def sleep(secs):
         raise AssertionError("waits for the lock")
 
@@ -189,7 +189,7 @@ def test_the_lock_of_another_holder_is_not_waited_for(path, monkeypatch):
                 act(path)
 
 
-def test_without_the_store_nothing_is_removed_for_now(path, caplog):
+def test_error_without_store_leaves_objects_and_lock(path, caplog):
     with pytest.raises(KeyError), faulty.faulty(path) as kv:
         write_and_fail(path, KeyError(), lambda made: setattr(kv, "_last", 0))
     assert "could not remove memory://new-checkpoint/run/1 for now" in caplog.text
@@ -199,7 +199,7 @@ def test_without_the_store_nothing_is_removed_for_now(path, caplog):
 
 
 @pytest.mark.parametrize("has_step", [False, True])
-def test_a_lock_of_a_dead_holder_who_left_nothing_is_released(path, has_step):
+def test_releases_lock_of_dead_holder_without_remains(path, has_step):
     if has_step:
         write(path)
     leave(path)
@@ -230,7 +230,7 @@ def delete_under_a_reader(path):
 
 
 @pytest.mark.parametrize("act", [change, delete, delete_under_a_reader])
-def test_a_lock_of_a_dead_holder_is_left_until_its_objects_are_removed(path, act):
+def test_keeps_lock_of_dead_holder_until_remains_are_removed(path, act):
     (path / "file").write_bytes(b"1")
     leave(path)
     with pytest.raises(errors.SaveFailedError, match="not deleted"):
@@ -244,7 +244,7 @@ def test_a_lock_of_a_dead_holder_is_left_until_its_objects_are_removed(path, act
 # ---- what is there before ---------------------------------------------------------
 
 
-def test_a_checkpoint_is_replaced_only_on_demand(path):
+def test_replaces_checkpoint_only_on_demand(path):
     write(path)
     with pytest.raises(errors.CheckpointExistsError, match="in the meantime"):
         write(path)
@@ -257,7 +257,7 @@ def test_a_checkpoint_is_replaced_only_on_demand(path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_refuses_to_replace_foreign_objects(path, overwrite):
+def test_rejects_replacing_foreign_objects(path, overwrite):
     (path / "notes.txt").write_bytes(b"mine")
     with pytest.raises(errors.CheckpointExistsError, match="not a checkpoint"):
         write(path, overwrite=overwrite)
@@ -265,21 +265,21 @@ def test_refuses_to_replace_foreign_objects(path, overwrite):
     assert not locks.is_locked(path)
 
 
-def test_new_writer_replaces_remains_of_a_dead_one(path):
+def test_new_writer_replaces_remains_of_dead_writer(path):
     (path / "old").write_bytes(b"1")
     leave(path)
     write(path)
     assert sorted(path.keys()) == WHOLE
 
 
-def test_a_late_marker_is_replaced(path):
+def test_replaces_late_marker(path):
     (path / commit_marker.MARKER).write_bytes(b"late")
     write(path)
     assert sorted(path.keys()) == WHOLE
 
 
 @pytest.mark.parametrize("error", [errors.StoreError("no answer"), KeyboardInterrupt()])
-def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, error, monkeypatch):
+def test_sweep_removes_interrupted_replacement(path, error, monkeypatch):
     write(path)
 
     def delete_all(keys, check):
@@ -295,7 +295,7 @@ def test_a_replacement_that_is_cut_off_is_left_to_a_sweep(path, error, monkeypat
     assert list(path.keys()) == []
 
 
-def test_a_lock_lost_during_the_replacement_removes_nothing_more(path, monkeypatch):
+def test_lock_lost_during_replacement_stops_removal(path, monkeypatch):
     write(path)
     (path / "old").write_bytes(b"1")
     after(monkeypatch, "bucket.delete", lambda: leave(path))
@@ -304,13 +304,13 @@ def test_a_lock_lost_during_the_replacement_removes_nothing_more(path, monkeypat
     assert sorted(path.keys()) == sorted([*FILES, "old"])
 
 
-def test_a_new_object_replaces_late_writes(path):
+def test_write_new_replaces_late_writes(path):
     commit_marker.write_new(path / "file", b"1")
     commit_marker.write_new(path / "file", b"2")
     assert (path / "file").read_bytes() == b"2"
 
 
-def test_an_object_that_others_write_again_and_again_is_an_error(path, monkeypatch):
+def test_write_new_raises_error_if_others_keep_writing(path, monkeypatch):
     tries = []
 
     def refuse(store, key, *given):
@@ -347,7 +347,7 @@ def test_writer_without_its_lock_replaces_no_object(path):
 # ---- deleting ---------------------------------------------------------------------
 
 
-def test_a_marker_that_was_withdrawn_can_be_restored(path):
+def test_restores_withdrawn_marker(path):
     with locks.lock(path) as lock:
         assert commit_marker.withdraw(lock) is None
         commit_marker.restore(lock, None)
@@ -380,7 +380,7 @@ def test_lost_lock_prevents_withdraw_restore_and_remove(path):
     assert not commit_marker.is_committed(path)
 
 
-def test_a_removal_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
+def test_interrupted_removal_leaves_lock_to_sweep(path, monkeypatch):
     (path / "file").write_bytes(b"1")
     seams.replace(monkeypatch, "bucket.delete_all", lambda *given: interrupt())
     with pytest.raises(KeyboardInterrupt), locks.lock(path) as lock:
@@ -388,7 +388,7 @@ def test_a_removal_that_is_interrupted_is_left_to_a_sweep(path, monkeypatch):
     assert locks.is_locked(path)
 
 
-def test_a_removal_without_an_answer_is_not_continued_at_once(path, monkeypatch):
+def test_sweep_does_not_continue_unanswered_removal_at_once(path, monkeypatch):
     seams.replace(monkeypatch, "locks.late_secs", 1000.0)
     (path / "file").write_bytes(b"1")
     with faulty.faulty(path) as kv, locks.lock(path) as lock:
@@ -399,7 +399,7 @@ def test_a_removal_without_an_answer_is_not_continued_at_once(path, monkeypatch)
     assert locks.is_locked(path)
 
 
-def test_failed_removal_is_left_to_a_sweep(path, caplog):
+def test_sweep_completes_failed_removal(path, caplog):
     (path / "file").write_bytes(b"1")
     with faulty.faulty(path) as kv, locks.lock(path) as lock:
         kv._last = 0
@@ -438,7 +438,7 @@ def test_sweep_removes_only_remains_of_dead_writers(path, caplog):
     assert locks.is_locked(root / "theirs")
 
 
-def test_a_sweep_goes_on_past_a_step_with_readers(path):
+def test_sweep_continues_past_step_with_readers(path):
     root = path.parent
     for name in ("1", "2"):
         (root / name / "file").write_bytes(b"1")
@@ -457,7 +457,9 @@ WITHOUT_DIGESTS = [b"", b"\xff", b"written by Orbax", b"[1]", b"1", b"[" * 100_0
 
 @pytest.mark.parametrize("marker", WITHOUT_DIGESTS, ids=range(len(WITHOUT_DIGESTS)))
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_a_marker_without_digests_counts_beside_other_objects(path, marker, is_whole):
+def test_marker_without_digests_counts_only_beside_other_objects(
+    path, marker, is_whole
+):
     if is_whole:
         (path / "file").write_bytes(b"1")
     (path / commit_marker.MARKER).write_bytes(marker)
@@ -469,7 +471,7 @@ def test_a_marker_without_digests_counts_beside_other_objects(path, marker, is_w
 
 
 @pytest.mark.parametrize("manifest", [b"mine", b"another's", None])
-def test_a_marker_counts_with_the_objects_that_it_names(path, manifest):
+def test_marker_counts_only_with_matching_objects(path, manifest):
     (path / "file").write_bytes(b"1")
     if manifest is not None:
         (path / commit_marker.MANIFEST).write_bytes(manifest)

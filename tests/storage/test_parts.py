@@ -37,7 +37,7 @@ def views_of(*sizes):
 
 @pytest.mark.parametrize("kind", slow.all_but(PLACES, ["memory", "moto"]))
 @pytest.mark.parametrize("sizes", [(5000,), (1, 0, 2499, 2500), (3000, 2000)])
-def test_parts_come_to_their_places(store_path, small_parts, kind, sizes):
+def test_read_into_puts_parts_in_place(store_path, small_parts, kind, sizes):
     file = store_path(kind) / "value"
     content = np.random.default_rng(1).bytes(5000)
     file.write_bytes(content)
@@ -52,7 +52,7 @@ def test_parts_come_to_their_places(store_path, small_parts, kind, sizes):
 
 @pytest.mark.parametrize("kind", ["memory", "moto"])
 @pytest.mark.parametrize("size", [0, 1, PART, 4999, 5001, 9000])
-def test_a_value_of_another_size_is_refused(store_path, small_parts, kind, size):
+def test_rejects_value_of_unexpected_size(store_path, small_parts, kind, size):
     file = store_path(kind) / "value"
     file.write_bytes(bytes(size))
     memory, views = views_of(5000)
@@ -62,14 +62,14 @@ def test_a_value_of_another_size_is_refused(store_path, small_parts, kind, size)
 
 
 @pytest.mark.parametrize("size", [10, 5000])
-def test_a_value_that_is_gone_is_missing(store_path, small_parts, size):
+def test_missing_value_raises_file_not_found(store_path, small_parts, size):
     _, views = views_of(size)
     file = store_path("memory") / "value"
     with pytest.raises(FileNotFoundError, match="no such object"):
         seams.current("store.read_into")(file, views, offset=0, file_size=size)
 
 
-def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monkeypatch):
+def test_rejects_value_replaced_during_read(store_path, small_parts, monkeypatch):
     file = store_path("memory") / "value"
     file.write_bytes(bytes(5000))
     seams.replace(monkeypatch, "bucket.parts_at_a_time", 1)
@@ -90,7 +90,7 @@ def test_parts_of_two_values_are_not_put_together(store_path, small_parts, monke
 
 
 @pytest.mark.parametrize("kind", slow.all_but(PLACES, ["memory", "moto"]))
-def test_a_database_is_sent_in_parts_and_read_as_a_whole(store_path, small_parts, kind):
+def test_sends_database_in_parts_and_reads_it_whole(store_path, small_parts, kind):
     path, state = store_path(kind), arrays()
     flaxckpt.save(path, state, layout=DATABASE)
     values = [key for key in path.keys() if key.startswith("state/d/0")]  # noqa: SIM118
@@ -113,7 +113,7 @@ def test_save_does_not_read_sent_parts_back(small_parts):
 
 
 @pytest.mark.slow
-def test_a_part_that_cannot_be_sent_fails_the_save_and_leaves_nothing(small_parts):
+def test_failed_part_fails_save_and_leaves_nothing(small_parts):
     path, state = faulty.new_path("part-refused"), arrays()
     sent = []
 
@@ -136,7 +136,7 @@ def test_a_part_that_cannot_be_sent_fails_the_save_and_leaves_nothing(small_part
 
 
 @pytest.mark.parametrize("rate", [20, 60])
-def test_parts_that_fail_for_a_time_are_sent_again(small_parts, rate):
+def test_retries_parts_after_temporary_failures(small_parts, rate):
     path, state = faulty.new_path(f"parts-repeated-{rate}", retries=40), arrays()
     with faulty.faulty(path, seed=rate, rate=rate) as kv:
         flaxckpt.save(path, state, layout=DATABASE)

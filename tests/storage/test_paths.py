@@ -24,7 +24,7 @@ def root():
     return path
 
 
-def test_a_path_knows_its_store_however_it_is_made():
+def test_derived_paths_keep_their_store():
     path = _storage.paths.resolve("s3://bucket/dir//sub/")
     assert str(path) == f"{path}" == "s3://bucket/dir/sub"
     assert (path.key, path.prefix) == ("dir/sub", "dir/sub/")
@@ -47,7 +47,7 @@ def test_a_path_knows_its_store_however_it_is_made():
     )
 
 
-def test_no_call_of_the_system_takes_it(root):
+def test_system_calls_reject_remote_paths(root):
     for call in (os.fspath, os.listdir, os.stat, os.path.lexists, open):
         with pytest.raises(TypeError, match="not a path in the file system"):
             call(root)
@@ -73,7 +73,7 @@ def test_prefixes_of_keys_act_as_directories(root):
     assert sorted(p.name for p in root.iterdir()) == ["10", "2.txt"]
 
 
-def test_objects_are_read_and_written_whole(root):
+def test_reads_and_writes_whole_objects(root):
     file = root / "2.txt"
     assert file.read_text() == "2.txt"
     assert file.stat().st_size == 5
@@ -97,12 +97,12 @@ def test_objects_are_read_and_written_whole(root):
 @pytest.mark.parametrize(
     "url", ["s3://", "s3:///x", "s3://b/../c", "s3://b/./c", "s3://b:1/c", "ftp://b/c"]
 )
-def test_a_url_that_names_no_place_in_a_bucket_is_refused(url):
+def test_rejects_invalid_bucket_urls(url):
     with pytest.raises(errors.OptionError):
         flaxckpt.Checkpointer(url)
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_rejects_invalid_store_options():
     with pytest.raises(errors.OptionError, match="deadline_secs"):
         flaxckpt.StoreOptions(deadline_secs=0)
     for url in ("bucket", "s3://bucket/path", "file://x"):
@@ -110,7 +110,7 @@ def test_options_that_make_no_sense_are_refused():
             flaxckpt.set_store_options(url, flaxckpt.StoreOptions())
 
 
-def test_store_options_and_environment_determine_the_spec(monkeypatch):
+def test_store_options_and_environment_determine_spec(monkeypatch):
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     given = flaxckpt.StoreOptions(region="eu-west-1", profile="work", concurrency=4)
@@ -137,7 +137,7 @@ def test_store_options_and_environment_determine_the_spec(monkeypatch):
     assert had(found, "aws_credentials") == {"type": "environment"}
 
 
-def test_a_bucket_that_is_not_opened_in_time_is_an_error(monkeypatch):
+def test_opening_bucket_too_slowly_raises_error(monkeypatch):
     promise, never = ts.Promise.new()
     monkeypatch.setattr(ts.KvStore, "open", lambda *_, **__: never)
     options = flaxckpt.StoreOptions(deadline_secs=0.1, retries=0)
@@ -159,7 +159,7 @@ def test_glob_finds_objects_at_any_depth():
     assert found("t*") == {"top"}
 
 
-def test_values_are_read_ahead_until_this_process_changes_something():
+def test_reads_ahead_until_own_change():
     path = faulty.new_path("read-ahead")
     (path / "a").write_bytes(b"first")
     with faulty.faulty(path) as kv:
@@ -175,7 +175,7 @@ def test_values_are_read_ahead_until_this_process_changes_something():
         assert not stamp.is_current()
 
 
-def test_a_journal_that_others_write_too_has_all_lines():
+def test_appending_keeps_lines_of_other_writers():
     path = faulty.new_path("appended")
     storage, journal = _storage.of(path), path / "journal"
     for number in range(6):
@@ -199,7 +199,7 @@ class _Silent:
         raise TimeoutError
 
 
-def test_a_cleanup_after_a_request_without_an_answer_has_one_more_deadline(monkeypatch):
+def test_cleanup_after_unanswered_request_waits_one_more_deadline(monkeypatch):
     silent = _Silent(monkeypatch)
     options = flaxckpt.StoreOptions(deadline_secs=60)
     connection = store_requests.Connection("memory", "gone", options)

@@ -40,7 +40,7 @@ def late_reader(step):
     return lease
 
 
-def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
+def test_delete_item_rejects_item_being_read(tmp_path, monkeypatch):
     step = saved(tmp_path, items=("params", "opt_state"))
     real, readers = seams.current("disk.withdraw_name"), []
 
@@ -59,7 +59,7 @@ def test_an_item_is_not_deleted_under_a_reader(tmp_path, monkeypatch):
         strategies.assert_same({"params": state(1)["params"]}, ckpt.restore(step=1))
 
 
-def test_sweep_spares_a_cut_off_deletion_under_a_reader(tmp_path, monkeypatch):
+def test_sweep_spares_interrupted_deletion_under_reader(tmp_path, monkeypatch):
     step = saved(tmp_path)
     real, readers = seams.current("rename.withdraw"), []
 
@@ -79,7 +79,7 @@ def test_sweep_spares_a_cut_off_deletion_under_a_reader(tmp_path, monkeypatch):
     assert not left.exists()
 
 
-def test_a_step_that_vanishes_while_a_reader_looks_is_deleted(tmp_path, monkeypatch):
+def test_step_vanishing_under_reader_counts_as_deleted(tmp_path, monkeypatch):
     step = saved(tmp_path)
     (step / leases.DELETING).touch()
     real = leases.unexpired
@@ -94,7 +94,7 @@ def test_a_step_that_vanishes_while_a_reader_looks_is_deleted(tmp_path, monkeypa
     assert leases.is_being_deleted(step)
 
 
-def test_a_step_without_its_marker_is_not_given_to_a_reader(monkeypatch):
+def test_new_steps_skips_step_without_marker(monkeypatch):
     path = faulty_store.new_path("no-marker")
     step = saved(path)
     real = leases.Lease

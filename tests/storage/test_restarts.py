@@ -139,7 +139,7 @@ def state(step):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_restart_of_the_store_fails_neither_saves_nor_restores(proxy, name):
+def test_saves_and_restores_survive_store_restart(proxy, name):
     url = f"s3://{store_servers.BUCKET}/restarts-{name}"
     ckpt = flaxckpt.Checkpointer(url, layout=LAYOUTS[name])
     ckpt.save(1, state(1), metrics={"loss": 1.0}).wait()
@@ -156,7 +156,7 @@ def test_a_restart_of_the_store_fails_neither_saves_nor_restores(proxy, name):
     assert ckpt.verify(2).ok
 
 
-def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
+def test_save_waits_for_store_to_come_back(proxy, monkeypatch):
     url = f"s3://{store_servers.BUCKET}/restarts-during"
     layout = flaxckpt.ArrayLayout(chunk_bytes=2**10)
     ckpt = flaxckpt.Checkpointer(url, layout=layout)
@@ -177,7 +177,7 @@ def test_a_store_that_goes_away_during_a_save_is_waited_for(proxy, monkeypatch):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name):
+def test_repeating_successful_requests_does_no_harm(proxy, name):
     url = f"s3://{store_servers.BUCKET}/lost-{name}"
     ckpt = flaxckpt.Checkpointer(url, layout=LAYOUTS[name])
     with proxy.losing():
@@ -199,7 +199,7 @@ def test_requests_that_are_repeated_after_they_succeeded_do_no_harm(proxy, name)
     ckpt.close()
 
 
-def test_of_two_writers_one_wins_though_answers_are_lost(proxy):
+def test_one_of_two_writers_wins_despite_lost_answers(proxy):
     url = f"s3://{store_servers.BUCKET}/lost-race"
     barrier, won = threading.Barrier(2), []
 
@@ -220,7 +220,7 @@ def test_of_two_writers_one_wins_though_answers_are_lost(proxy):
     assert flaxckpt.load(url)["t"] == won[0]
 
 
-def test_save_fails_soon_if_the_store_never_answers(tmp_path, monkeypatch):
+def test_save_fails_soon_if_store_never_answers(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "requests.first_pause_secs", 1e-3)
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -256,7 +256,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("name", SAVES)
-def test_save_to_an_unreachable_store_raises_the_documented_error(monkeypatch, name):
+def test_save_to_unreachable_store_raises_documented_error(monkeypatch, name):
     path = faulty.new_path("restarts-raised")
     ckpt = flaxckpt.Checkpointer(path)
     ckpt.save(1, state(1)).wait()

@@ -57,7 +57,7 @@ def write_rounds(url, mark, rounds, barrier, results):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", slow.all_but(SERVERS, ["moto"]))
-def test_of_two_writers_of_a_step_exactly_one_wins(store_path, kind):
+def test_exactly_one_of_two_writers_of_step_wins(store_path, kind):
     url, rounds = str(store_path(kind)), 10
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
@@ -83,7 +83,7 @@ def test_of_two_writers_of_a_step_exactly_one_wins(store_path, kind):
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("kind", ["memory", "moto"])
-def test_a_flipped_bit_is_found_and_an_older_step_restored(store_path, kind, codec):
+def test_finds_flipped_bit_and_restores_older_step(store_path, kind, codec):
     path = store_path(kind)
     values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
     options = flaxckpt.ArrayLayout(codec=codec)
@@ -104,9 +104,7 @@ def test_a_flipped_bit_is_found_and_an_older_step_restored(store_path, kind, cod
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
-    tmp_path, monkeypatch, reached_by
-):
+def test_killed_server_fails_only_current_save(tmp_path, monkeypatch, reached_by):
     server = store_servers.seaweed(tmp_path)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -147,7 +145,7 @@ def test_a_server_that_is_killed_in_a_save_costs_that_save_only(
         server.kill()
 
 
-def test_stopped_server_raises_an_error_in_time(tmp_path, monkeypatch, reached_by):
+def test_stopped_server_raises_error_in_time(tmp_path, monkeypatch, reached_by):
     server = store_servers.moto(tmp_path)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -170,7 +168,7 @@ def test_stopped_server_raises_an_error_in_time(tmp_path, monkeypatch, reached_b
 
 
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
-def test_a_dead_endpoint_is_an_error_in_time(monkeypatch, reached_by, how):
+def test_dead_endpoint_raises_error_in_time(monkeypatch, reached_by, how):
     for name, value in store_servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with socket.socket() as dead:
@@ -196,9 +194,7 @@ def test_a_dead_endpoint_is_an_error_in_time(monkeypatch, reached_by, how):
 # ---- how stores are reached -------------------------------------------------------
 
 
-def test_options_come_from_the_environment_and_from_the_caller(
-    store_path, monkeypatch, reached_by
-):
+def test_takes_options_from_environment_and_caller(store_path, monkeypatch, reached_by):
     path = store_path("moto")
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -209,7 +205,7 @@ def test_options_come_from_the_environment_and_from_the_caller(
     strategies.assert_same(state(1), flaxckpt.load(str(path / "a")))
 
 
-def test_error_names_a_missing_bucket(store_path):
+def test_error_names_missing_bucket(store_path):
     store_path("moto")
     with pytest.raises(errors.CheckpointError, match="no-such-bucket"):
         flaxckpt.load("s3://no-such-bucket/c")
@@ -217,7 +213,7 @@ def test_error_names_a_missing_bucket(store_path):
         flaxckpt.save("s3://no-such-bucket/c", state(1))
 
 
-def test_plain_input_and_output_on_google_cloud_storage(gcs):
+def test_reads_and_writes_on_google_cloud_storage(gcs):
     path = flaxckpt.Checkpointer(f"gs://{gcs}/dir", read_only=True).directory
     (path / "a b/ü").write_bytes(b"x")
     (path / "c").write_bytes(b"y" * 100)

@@ -52,7 +52,7 @@ def contents(final):
     }
 
 
-def test_a_writer_without_its_lock_replaces_no_object(final):
+def test_writer_without_its_lock_replaces_no_object(final):
     def act():
         sweep(final)
         save(final, b"theirs")
@@ -63,7 +63,7 @@ def test_a_writer_without_its_lock_replaces_no_object(final):
     assert contents(final) == dict.fromkeys(contents(final), b"theirs")
 
 
-def test_a_marker_that_comes_too_late_is_not_reported_as_a_commit(final, monkeypatch):
+def test_does_not_report_late_marker_as_commit(final, monkeypatch):
     real = commit_marker.write_new
 
     def write_new(path, content):
@@ -82,7 +82,7 @@ def test_a_marker_that_comes_too_late_is_not_reported_as_a_commit(final, monkeyp
 
 
 @pytest.mark.parametrize("look", [1, 2], ids=["before", "after"])
-def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
+def test_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
     """It loses the lock before, or after, it has removed the commit marker."""
     save(final, b"old")
     real, looks = seams.current("leases.readers"), []
@@ -102,7 +102,7 @@ def test_a_deleter_without_its_lock_removes_nothing(final, monkeypatch, look):
     assert contents(final) == dict.fromkeys(contents(final), there)
 
 
-def test_a_lock_that_was_taken_over_commits_nothing(final):
+def test_writer_with_lost_lock_commits_nothing(final):
     lock = final.key + locks.LOCK
 
     def act():
@@ -118,7 +118,7 @@ def test_a_lock_that_was_taken_over_commits_nothing(final):
     assert final.store.has(lock), "it is the other's"
 
 
-def test_only_locks_of_live_writers_hold(monkeypatch):
+def test_only_locks_of_live_writers_block_saves(monkeypatch):
     path = faulty_store.new_path("locks")
     state = {"n": 1}
     with (

@@ -61,14 +61,14 @@ def heartbeats():
 # ---- names ------------------------------------------------------------------------
 
 
-def test_a_new_name_is_one_of_a_leftover(tmp_path):
+def test_new_path_returns_unique_leftover_names(tmp_path):
     made = {temporary.new_path(tmp_path / "7", "writing").name for _ in range(9)}
     assert len(made) == 9
     assert temporary.leftovers(sorted(made), str.isdigit) == sorted(made)
     assert temporary.leftovers(made, lambda name: False) == []
 
 
-def test_only_names_of_ours_are_leftovers():
+def test_recognizes_only_own_leftover_names():
     ours = [WRITING, REPLACED, BRIEF, MESSAGES, "7.orbax-checkpoint-tmp-metrics"]
     ours += [f"{trial}.orbax-checkpoint-tmp-writing-0123abcd" for trial in TRIALS]
     others = ["7", "7.orbax-checkpoint-tmp-4", WRITING + "0", "together"]
@@ -78,7 +78,7 @@ def test_only_names_of_ours_are_leftovers():
 TRIALS = ("preflight", "resume")
 
 
-def test_names_to_come_are_those_of_unfinished_saves(tmp_path):
+def test_unfinished_names_lists_unfinished_saves(tmp_path):
     for name in (
         *(WRITING, "8.orbax-checkpoint-tmp", "9.orbax-checkpoint-tmp-17"),
         *(REPLACED.replace("7", "5"), BRIEF.replace("7", "4"), "3"),
@@ -93,7 +93,7 @@ def test_names_to_come_are_those_of_unfinished_saves(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [None, 0o755])
-def test_a_new_directory_is_locked_and_removed_at_the_end(tmp_path, mode):
+def test_new_directory_is_locked_and_finally_removed(tmp_path, mode):
     umask = os.umask(0o022)
     try:
         with temporary.new_directory(tmp_path / "7", mode) as path:
@@ -115,13 +115,13 @@ def test_renamed_directory_stays(tmp_path):
     assert not is_locked(tmp_path / "7")
 
 
-def test_an_error_removes_the_directory(tmp_path):
+def test_error_removes_new_directory(tmp_path):
     with pytest.raises(KeyError), temporary.new_directory(tmp_path / "7"):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_non_durable_rename_keeps_the_directory(tmp_path):
+def test_non_durable_rename_keeps_directory(tmp_path):
     with (
         pytest.raises(rename.NotDurableError),
         temporary.new_directory(tmp_path / "7") as path,
@@ -130,7 +130,7 @@ def test_non_durable_rename_keeps_the_directory(tmp_path):
     assert path.is_dir()
 
 
-def test_a_directory_that_was_swept_at_once_is_made_again(tmp_path, monkeypatch):
+def test_recreates_directory_swept_at_once(tmp_path, monkeypatch):
     real, claimed = temporary.claim, []
 
     def claim(path):
@@ -146,7 +146,7 @@ def test_a_directory_that_was_swept_at_once_is_made_again(tmp_path, monkeypatch)
     assert len(claimed) == 2
 
 
-def test_failed_removal_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
+def test_sweep_completes_failed_removal(tmp_path, monkeypatch, caplog):
     def fail(path):
         raise OSError("on fire")
 
@@ -162,7 +162,7 @@ def test_failed_removal_is_left_to_a_sweep(tmp_path, monkeypatch, caplog):
 # ---- claims -----------------------------------------------------------------------
 
 
-def test_one_of_two_claims_a_directory(tmp_path):
+def test_only_one_of_two_claims_directory(tmp_path):
     path = leave(tmp_path, WRITING)
     with temporary.claim(path) as first, temporary.claim(path) as second:
         assert first
@@ -173,7 +173,7 @@ def test_one_of_two_claims_a_directory(tmp_path):
 
 @pytest.mark.parametrize("patience_secs", [None, 0.0, 1.0])
 @pytest.mark.parametrize("end_secs", [0.75, 1.0, 2.0])
-def test_a_patient_claim_waits_for_the_end_of_another(
+def test_patient_claim_waits_for_end_of_another(
     tmp_path, monkeypatch, patience_secs, end_secs
 ):
     path = leave(tmp_path, WRITING)
@@ -197,7 +197,7 @@ def test_a_patient_claim_waits_for_the_end_of_another(
         other.__exit__(None, None, None)
 
 
-def test_a_missing_or_another_directory_is_not_claimed(tmp_path, monkeypatch):
+def test_does_not_claim_missing_or_replaced_directory(tmp_path, monkeypatch):
     with temporary.claim(tmp_path / "missing") as is_ours:
         assert not is_ours
     real = os.open
@@ -217,7 +217,7 @@ def test_a_missing_or_another_directory_is_not_claimed(tmp_path, monkeypatch):
             assert not is_ours, name
 
 
-def test_a_claimed_directory_that_was_made_anew_is_found(tmp_path):
+def test_check_claim_rejects_recreated_directory(tmp_path):
     with temporary.new_directory(tmp_path / "7") as path:
         temporary.check_claim(path)
         path.rename(tmp_path / "swept")
@@ -240,7 +240,7 @@ def test_claim_rejects_files_and_links(tmp_path, kind):
         pass
 
 
-def test_a_file_system_without_locks_is_claimed(tmp_path, monkeypatch):
+def test_claims_directory_on_file_system_without_locks(tmp_path, monkeypatch):
     def fail(descriptor, how):
         raise OSError(95, "Operation not supported")
 
@@ -259,7 +259,7 @@ def test_claim_closes_its_file_descriptor(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path, monkeypatch):
+def test_child_process_does_not_keep_inherited_claim(tmp_path, monkeypatch):
     path = leave(tmp_path, WRITING)
     real, opened = os.open, []
     monkeypatch.setattr(
@@ -272,7 +272,7 @@ def test_a_child_that_inherits_a_claim_does_not_keep_it(tmp_path, monkeypatch):
         assert is_ours
 
 
-def test_where_others_see_a_directory_it_is_touched(tmp_path, monkeypatch, shared):
+def test_touches_claimed_directory_on_shared_file_system(tmp_path, monkeypatch, shared):
     seams.replace(monkeypatch, "temporary.touched_every_secs", 0.005)
     path = leave(tmp_path, WRITING, age=1000)
     with temporary.claim(path):
@@ -284,7 +284,7 @@ def test_where_others_see_a_directory_it_is_touched(tmp_path, monkeypatch, share
     assert not heartbeats()
 
 
-def test_a_touch_that_fails_is_tried_again(tmp_path, monkeypatch, shared):
+def test_retries_failed_touch(tmp_path, monkeypatch, shared):
     calls = []
 
     def utime(descriptor):
@@ -301,15 +301,13 @@ def test_a_touch_that_fails_is_tried_again(tmp_path, monkeypatch, shared):
     assert len(calls) >= 3
 
 
-def test_without_threads_a_directory_is_claimed_all_the_same(
-    tmp_path, monkeypatch, shared
-):
+def test_claims_directory_even_without_threads(tmp_path, monkeypatch, shared):
     seams.refuse_threads(monkeypatch)
     with temporary.claim(leave(tmp_path, WRITING)) as is_ours:
         assert is_ours
 
 
-def test_a_local_directory_is_not_touched(tmp_path):
+def test_does_not_touch_local_directory(tmp_path):
     with temporary.claim(leave(tmp_path, WRITING)):
         assert not heartbeats()
 
@@ -338,7 +336,7 @@ def test_sweep_spares_directories_held_by_another_process(tmp_path):
     assert not path.exists()
 
 
-def test_a_sweep_removes_leftovers_and_nothing_else(tmp_path):
+def test_sweep_removes_only_leftovers(tmp_path):
     for name in (WRITING, "8", "notes", "x.orbax-checkpoint-tmp-writing-0123abcd"):
         leave(tmp_path, name)
     sweep(tmp_path)
@@ -351,7 +349,7 @@ LIMITS = {WRITING: 600, REPLACED: 600, BRIEF: 60, MESSAGES: 86_400}
 
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_how_old_a_leftover_must_be(tmp_path, monkeypatch, name, is_shared):
+def test_sweep_removes_leftover_after_age_limit(tmp_path, monkeypatch, name, is_shared):
     seams.replace(monkeypatch, "filesystem.is_local", lambda path: not is_shared)
     (tmp_path / "7").mkdir()
     path = leave(tmp_path, name, age=LIMITS[name] - 30)
@@ -365,7 +363,7 @@ def test_how_old_a_leftover_must_be(tmp_path, monkeypatch, name, is_shared):
 
 
 @pytest.mark.parametrize("there", ["nothing", "a step", "a broken link"])
-def test_a_replaced_step_gets_its_name_back_if_nobody_has_it(tmp_path, there, caplog):
+def test_sweep_restores_replaced_step_if_name_is_free(tmp_path, there, caplog):
     path = leave(tmp_path, REPLACED)
     if there == "a step":
         leave(tmp_path, "7")
@@ -382,7 +380,7 @@ def test_a_replaced_step_gets_its_name_back_if_nobody_has_it(tmp_path, there, ca
         assert (tmp_path / "7").is_symlink()
 
 
-def test_a_deleted_step_stays_while_it_is_read(tmp_path):
+def test_sweep_keeps_deleted_step_while_read(tmp_path):
     for name in (DELETED, WRITING):
         (leave(tmp_path, name) / READER).touch()
     sweep(tmp_path)
@@ -392,7 +390,7 @@ def test_a_deleted_step_stays_while_it_is_read(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_leftover_that_its_process_renames_meanwhile_stays(tmp_path, monkeypatch):
+def test_sweep_keeps_leftover_renamed_meanwhile(tmp_path, monkeypatch):
     path = leave(tmp_path, WRITING)
     moved = tmp_path / "moved"
 
@@ -405,9 +403,7 @@ def test_a_leftover_that_its_process_renames_meanwhile_stays(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("what", [WRITING, REPLACED])
-def test_a_sweep_syncs_names_before_a_removal_and_after_a_rename(
-    tmp_path, monkeypatch, what
-):
+def test_sweep_syncs_names_before_removal_and_after_rename(tmp_path, monkeypatch, what):
     path = leave(tmp_path, what)
     synced = []
 
@@ -423,7 +419,7 @@ def test_a_sweep_syncs_names_before_a_removal_and_after_a_rename(
     assert synced == []
 
 
-def test_a_leftover_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
+def test_unremovable_leftover_raises_error(tmp_path, monkeypatch):
     def fail(path):
         raise OSError("on fire")
 
@@ -433,7 +429,7 @@ def test_a_leftover_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch):
         sweep(tmp_path)
 
 
-def test_old_files_of_crashes_are_swept(tmp_path):
+def test_sweep_files_removes_old_files_of_crashes(tmp_path):
     names = ["READING-there-7-0123abcd", "DELETING", REPLACING]
     for name in (*names, "notes"):
         (tmp_path / name).touch()
@@ -460,7 +456,7 @@ def test_sweep_spares_directories_and_links_named_like_leases(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_file_that_another_process_sweeps_is_swept(tmp_path, monkeypatch):
+def test_sweep_files_ignores_file_swept_by_another_process(tmp_path, monkeypatch):
     def is_older(path, secs):
         path.unlink()
         return True
@@ -471,15 +467,13 @@ def test_a_file_that_another_process_sweeps_is_swept(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_is_nothing_to_sweep_in_files_and_nowhere(tmp_path):
+def test_sweep_files_ignores_files_and_missing_directories(tmp_path):
     temporary.sweep_files(tmp_path / "missing")
     (tmp_path / "file").touch()
     temporary.sweep_files(tmp_path / "file")
 
 
-def test_the_last_renames_are_durable_before_a_leftover_is_removed(
-    tmp_path, monkeypatch
-):
+def test_sweep_syncs_last_renames_before_removing_leftover(tmp_path, monkeypatch):
     """After a power cut, the step would have the name of the removed directory."""
     final = tmp_path / "1"
     new = temporary.new_path(final, temporary.WRITING)

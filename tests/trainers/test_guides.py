@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("trainer", ["tunix", "maxtext", "kauldron"])
-def test_every_block_of_a_guide_runs(trainer, tmp_path, monkeypatch):
+def test_every_code_block_of_guide_runs(trainer, tmp_path, monkeypatch):
     if importlib.util.find_spec(trainer) is None:
         pytest.skip(f"{trainer} is not installed")
     monkeypatch.chdir(tmp_path)

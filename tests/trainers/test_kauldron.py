@@ -57,7 +57,7 @@ def trained(workdir, steps, **options):
     return make_trainer(workdir, steps, **options).train()[0]
 
 
-def test_a_run_continues_exactly_in_both_directions(tmp_path):
+def test_run_continues_exactly_in_both_directions(tmp_path):
     whole = trained(tmp_path / "whole", 6, is_saved=False)
     trained(tmp_path / "theirs", 4)
     at_step = trained(tmp_path / "part", 3, is_saved=False)  # step 4 has 4 updates
@@ -83,7 +83,7 @@ def test_a_run_continues_exactly_in_both_directions(tmp_path):
         assert_equal(ours.restore(make_trainer(tmp_path, 6).init_state()), last)
 
 
-def test_kauldron_reads_a_step_without_its_structure(tmp_path):
+def test_kauldron_reads_step_without_structure(tmp_path):
     trainer = make_trainer(tmp_path, 2)
     state = trainer.init_state()
     with flaxckpt.Checkpointer(tmp_path / "checkpoints", **ITEMS) as checkpointer:

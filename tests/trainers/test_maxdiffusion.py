@@ -80,7 +80,7 @@ def manager(directory, names):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_continues_exactly_in_both_directions(tmp_path, kind):
+def test_run_continues_exactly_in_both_directions(tmp_path, kind):
     names, configs, save_args, restore_args = KINDS[kind]
     states, batches = make_states(names), make_batches()
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_a_run_continues_exactly_in_both_directions(tmp_path, kind):
     assert next(again) == next(batches)
 
 
-def test_params_of_an_item_are_loaded_alone(tmp_path):
+def test_maxdiffusion_loads_params_of_item_alone(tmp_path):
     """As `load_params_from_path` does: the item's path, and transforms of Orbax."""
     states = make_states(FLUX_STATES)
     with flaxckpt.Checkpointer(tmp_path, items=FLUX_STATES) as checkpointer:
@@ -136,7 +136,7 @@ def test_params_of_an_item_are_loaded_alone(tmp_path):
     assert_equal(restored["params"], params)
 
 
-def test_one_state_is_loaded_without_the_others(tmp_path):
+def test_loads_one_state_without_others(tmp_path):
     states = make_states(FLUX_STATES)
     with flaxckpt.Checkpointer(tmp_path, items=FLUX_STATES) as checkpointer:
         checkpointer.save(3, states, json=FLUX_CONFIGS)

@@ -114,7 +114,7 @@ def restore(directory, state, batches):
     return restored["items"]
 
 
-def test_a_run_of_nnx_continues_exactly_in_both_directions(tmp_path):
+def test_nnx_run_continues_exactly_in_both_directions(tmp_path):
     state, batches = create_nnx(), make_batches()
     for _ in range(3):
         step_nnx(state, next(batches))
@@ -149,7 +149,7 @@ def test_a_run_of_nnx_continues_exactly_in_both_directions(tmp_path):
         assert_equal(checkpointer.restore(as_saved(create_nnx())), as_saved(resumed))
 
 
-def test_a_run_of_linen_continues_exactly_in_both_directions(tmp_path):
+def test_linen_run_continues_exactly_in_both_directions(tmp_path):
     state, batches = create_linen(), make_batches()
     for _ in range(3):
         state = step_linen(state, next(batches))
@@ -171,7 +171,7 @@ def test_a_run_of_linen_continues_exactly_in_both_directions(tmp_path):
     np.testing.assert_array_equal(next(again), next(batches))
 
 
-def test_maxtext_loads_the_params_of_a_step(tmp_path):
+def test_maxtext_loads_params_of_step(tmp_path):
     state = create_nnx()
     with flaxckpt.Checkpointer(tmp_path, **ITEMS) as checkpointer:
         checkpointer.save(2, as_saved(state))
@@ -182,7 +182,7 @@ def test_maxtext_loads_the_params_of_a_step(tmp_path):
     assert_equal(params, nnx.state(state.model, nnx.Param))
 
 
-def test_params_that_maxtext_saves_alone_are_read(tmp_path):
+def test_reads_params_saved_alone_by_maxtext(tmp_path):
     params = as_saved(create_nnx())["params"]
     checkpointing.save_params_to_path(str(tmp_path / "params"), params)
     assert_equal(flaxckpt.load(tmp_path / "params")["params"], params)

@@ -151,7 +151,7 @@ def restore_params(path):
 
 
 @pytest.mark.parametrize("has_average", [False, True])
-def test_a_run_continues_exactly_in_both_directions(tmp_path, has_average):
+def test_run_continues_exactly_in_both_directions(tmp_path, has_average):
     state = trained(create(has_average), 2)
     with manager(tmp_path / "theirs") as theirs:
         theirs.save(2, items=split(state))
@@ -177,7 +177,7 @@ def test_a_run_continues_exactly_in_both_directions(tmp_path, has_average):
 
 
 @pytest.mark.parametrize("has_average", [False, True])
-def test_policies_load_the_params_of_a_step(tmp_path, has_average):
+def test_openpi_policies_load_params_of_step(tmp_path, has_average):
     state = trained(create(has_average), 2)
     with open_run(tmp_path) as checkpointer:
         checkpointer.save(2, split(state))
@@ -188,7 +188,7 @@ def test_policies_load_the_params_of_a_step(tmp_path, has_average):
     assert_equal(found, wanted)
 
 
-def test_the_params_alone_are_loaded_of_a_step_of_openpi(tmp_path):
+def test_loads_only_params_of_openpi_step(tmp_path):
     state = trained(create(has_average=True), 2)
     with manager(tmp_path) as theirs:
         theirs.save(2, items=split(state))
@@ -198,7 +198,7 @@ def test_the_params_alone_are_loaded_of_a_step_of_openpi(tmp_path):
     assert_equal(found["params"]["params"], state.ema_params)
 
 
-def test_old_steps_keep_their_params_alone(tmp_path):
+def test_old_steps_keep_only_params(tmp_path):
     state = split(trained(create(has_average=False), 1))
     keep = [LatestN(1), EveryNSteps(5)]
     with open_run(
@@ -216,7 +216,7 @@ def test_old_steps_keep_their_params_alone(tmp_path):
     restore_params(tmp_path / "5" / "params")
 
 
-def test_a_committed_step_with_assets_is_kept_until_they_are_gone(tmp_path):
+def test_retention_keeps_step_until_assets_are_gone(tmp_path):
     state = split(create(has_average=False))
     with open_run(tmp_path / "run", keep=[LatestN(1)]) as checkpointer:
         checkpointer.save(1, state).wait()

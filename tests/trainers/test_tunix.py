@@ -97,7 +97,7 @@ def open_run(directory, **options):
 
 
 @pytest.mark.parametrize("accumulation", [None, 2])
-def test_tunix_resumes_from_flaxckpt_and_flaxckpt_from_tunix(tmp_path, accumulation):
+def test_flaxckpt_and_tunix_resume_from_each_other(tmp_path, accumulation):
     whole = trained(None, 2 if accumulation else 4, accumulation=accumulation)
     half = 1 if accumulation else 2
     first = trained(tmp_path / "tunix", half, accumulation=accumulation)
@@ -134,7 +134,7 @@ def test_tunix_resumes_from_flaxckpt_and_flaxckpt_from_tunix(tmp_path, accumulat
     assert third.train_steps == whole.train_steps + 1
 
 
-def test_adapters_alone_are_resumed(tmp_path):
+def test_resumes_adapters_alone(tmp_path):
     whole = trained(None, 4, is_lora=True)
     first = trained(tmp_path / "tunix", 2, is_lora=True)
     trainer = make_trainer(None, 2, is_lora=True)
@@ -155,14 +155,14 @@ def test_adapters_alone_are_resumed(tmp_path):
     assert_equal(state_of(second), state_of(whole))
 
 
-def test_the_params_come_back_without_the_optimizer(tmp_path):
+def test_loads_params_without_optimizer(tmp_path):
     first = trained(tmp_path / "tunix", 2)
     blank = state_of(make_trainer(None, 1))
     params = flaxckpt.load(tmp_path / "tunix", {"model_params": blank["model_params"]})
     assert_equal(params["model_params"], state_of(first)["model_params"])
 
 
-def test_old_steps_lose_the_optimizer_and_keep_their_params(tmp_path):
+def test_old_steps_keep_params_without_optimizer(tmp_path):
     first = trained(None, 2)
     state = state_of(first)
     with open_run(
@@ -188,7 +188,7 @@ def test_old_steps_lose_the_optimizer_and_keep_their_params(tmp_path):
             checkpointer.restore(blank, step=2)
 
 
-def test_another_mesh_reads_the_same_values(tmp_path):
+def test_loads_same_values_on_another_mesh(tmp_path):
     first = trained(tmp_path / "tunix", 2)
     mesh = jax.make_mesh((8,), ("data",))
     sharding = jax.NamedSharding(mesh, jax.P())

@@ -46,13 +46,13 @@ def skipped(callback):
     return {e.step: e.details["reason"] for e in events if e.kind == "skipped"}
 
 
-def test_a_path_is_no_checkpointer(tmp_path):
+def test_rejects_path_instead_of_checkpointer(tmp_path):
     for path in (str(tmp_path), tmp_path):
         with pytest.raises(errors.OptionError, match=r"write .*\(Checkpointer\('/"):
             flaxckpt.CheckpointCallback(path, every_steps=3)
 
 
-def test_repr_of_a_run_and_a_save_names_path_and_state(tmp_path, ckpt):
+def test_repr_of_run_and_save_names_path_and_state(tmp_path, ckpt):
     assert repr(ckpt) == f"Checkpointer('{tmp_path / 'run'}')"
     save = ckpt.save(1, {"n": 1})
     save.wait()
@@ -77,9 +77,7 @@ def test_repr_of_a_run_and_a_save_names_path_and_state(tmp_path, ckpt):
         ({"save_first": True, "every_steps": 4}, range(1, 6), [1, 4]),
     ],
 )
-def test_triggers_fire_when_their_step_is_reached_or_passed(
-    ckpt, options, steps, saved
-):
+def test_triggers_fire_at_or_after_their_step(ckpt, options, steps, saved):
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False, **options)
     assert drive(callback, steps) == saved
     ckpt.wait()
@@ -87,7 +85,7 @@ def test_triggers_fire_when_their_step_is_reached_or_passed(
     assert ckpt.steps() == [step + offset for step in saved]
 
 
-def test_time_triggers_count_from_the_last_save(ckpt):
+def test_time_triggers_count_from_last_save(ckpt):
     now = [100.0]
     callback = flaxckpt.CheckpointCallback(
         ckpt, every_secs=10, every_steps=7, save_last=False, clock=lambda: now[0]
@@ -99,7 +97,7 @@ def test_time_triggers_count_from_the_last_save(ckpt):
     assert saved == [3, 6, 7, 10]
 
 
-def test_saves_that_only_the_time_called_for_are_temporary(ckpt):
+def test_saves_triggered_only_by_time_are_temporary(ckpt):
     now = [0.0]
     callback = flaxckpt.CheckpointCallback(
         ckpt,
@@ -118,7 +116,7 @@ def test_saves_that_only_the_time_called_for_are_temporary(ckpt):
     assert there == [[3], [3, 6], [7], [7, 10]]
 
 
-def test_one_step_is_never_saved_twice_and_the_skip_has_a_reason(ckpt):
+def test_skips_second_save_of_step_with_reason(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
     assert callback(3, {"n": 3}, force=True)
     assert not callback(3, {"n": 3}, force=True)
@@ -126,7 +124,7 @@ def test_one_step_is_never_saved_twice_and_the_skip_has_a_reason(ckpt):
     assert skipped(callback) == {3: "this run has already saved or restored it"}
 
 
-def test_a_run_that_restored_nothing_does_not_mix_with_an_earlier_one(ckpt):
+def test_unrestored_run_does_not_mix_with_earlier_run(ckpt):
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         drive(callback, range(1, 9))
     again = flaxckpt.Checkpointer(ckpt.directory)
@@ -138,7 +136,7 @@ def test_a_run_that_restored_nothing_does_not_mix_with_an_earlier_one(ckpt):
     again.wait()
 
 
-def test_a_damaged_step_is_replaced_when_the_run_gets_there_again(ckpt, caplog):
+def test_resumed_run_replaces_damaged_step(ckpt, caplog):
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         drive(callback, range(1, 5))
     chunk = max(
@@ -154,7 +152,7 @@ def test_a_damaged_step_is_replaced_when_the_run_gets_there_again(ckpt, caplog):
     assert again.restore(step=4) == {"n": 4}
 
 
-def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
+def test_rejects_counting_from_beginning_after_restore(ckpt):
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         drive(callback, range(1, 9))
     again = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
@@ -166,7 +164,7 @@ def test_a_run_that_counts_from_the_beginning_again_is_stopped(ckpt):
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("kind", ["numpy", "dict", "struct", "nnx without a counter"])
-def test_first_call_rejects_a_loop_from_0_without_a_counter(tmp_path, kind, resumed):
+def test_first_call_rejects_loop_from_0_without_counter(tmp_path, kind, resumed):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     template, _, _ = TRAINERS[kind]()
     if resumed:
@@ -190,9 +188,7 @@ def test_first_call_rejects_a_loop_from_0_without_a_counter(tmp_path, kind, resu
 
 
 @pytest.mark.parametrize("kind", ["numpy", "struct", "nnx without a counter"])
-def test_a_loop_that_reports_before_it_trains_may_begin_at_the_restored_step(
-    ckpt, kind
-):
+def test_loop_may_report_restored_step_before_training(ckpt, kind):
     state, _, _ = TRAINERS[kind]()
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, save_last=False)
     state, start = callback.restore_or_init(state)
@@ -222,7 +218,7 @@ MOVES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("kind", ["dict", "numpy", "NamedTuple", "FrozenDict"])
-def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, move):
+def test_loop_may_move_state_before_training(ckpt, kind, move):
     state, _, _ = TRAINERS[kind]()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=4) as callback:
         state, start = callback.restore_or_init(state)
@@ -235,7 +231,7 @@ def test_a_loop_that_reports_before_it_trains_may_move_the_state(ckpt, kind, mov
 
 
 @pytest.mark.parametrize("move", ["sharded", "jitted", "fetched"])
-def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch):
+def test_detects_training_of_moved_state(ckpt, move, monkeypatch):
     seams.replace(
         monkeypatch, "kept_state.compared_bytes", 1000
     )  # of the large ones, a part
@@ -248,7 +244,7 @@ def test_a_state_that_was_moved_and_trained_has_changed(ckpt, move, monkeypatch)
     callback.give_way()
 
 
-def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
+def test_saves_first_state_after_move(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
     state, start = callback.restore_or_init({"w": jnp.ones(3), "x": float("nan")})
     moved = jax.device_put(state, jax.devices()[0])
@@ -257,7 +253,7 @@ def test_the_first_state_may_be_saved_after_it_was_moved(ckpt):
     callback.close()
 
 
-def test_values_that_do_not_equal_themselves_have_not_changed(ckpt):
+def test_nan_values_do_not_count_as_changed(ckpt):
     state = {"x": float("nan"), "n": np.float32("nan"), "w": np.full(2, np.nan)}
     callback = flaxckpt.CheckpointCallback(ckpt, save_last=False)
     assert not callback(callback.restore_or_init(state)[1], copy.deepcopy(state))
@@ -265,7 +261,7 @@ def test_values_that_do_not_equal_themselves_have_not_changed(ckpt):
 
 
 @pytest.mark.parametrize("step_is", ["completed", "index"])
-def test_restore_warns_of_steps_that_were_numbered_otherwise(tmp_path, caplog, step_is):
+def test_restore_warns_about_differently_numbered_steps(tmp_path, caplog, step_is):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     ckpt.save(6, create().replace(step=7)).wait()
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, step_is=step_is)
@@ -291,7 +287,7 @@ def prefetched(iterator, depth):
 @pytest.mark.parametrize("per_step", [1, 3])
 @pytest.mark.parametrize("start", [0, 4])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_batches_that_are_gone_before_the_loop_uses_them_are_warned_of(
+def test_warns_about_batches_consumed_ahead_of_loop(
     ckpt, caplog, per_step, start, depth
 ):
     inner = StepIndexed(lambda i: i)
@@ -311,7 +307,7 @@ def test_batches_that_are_gone_before_the_loop_uses_them_are_warned_of(
     assert caplog.text.count("ahead of the loop") == (depth == 2)
 
 
-def test_steps_beyond_the_one_that_was_restored_are_not_mixed_with(ckpt):
+def test_does_not_mix_with_steps_after_restored_one(ckpt):
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         drive(callback, range(1, 9))
     back = flaxckpt.Checkpointer(ckpt.directory)
@@ -325,7 +321,7 @@ def test_steps_beyond_the_one_that_was_restored_are_not_mixed_with(ckpt):
     callback.close()
 
 
-def test_error_of_a_repeated_loop_advises_to_restore_first(ckpt):
+def test_error_of_repeated_loop_advises_to_restore_first(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback.restore_or_init({"n": 0})
     drive(callback, range(1, 9))
@@ -337,7 +333,7 @@ def test_error_of_a_repeated_loop_advises_to_restore_first(ckpt):
     callback.close()
 
 
-def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
+def test_restore_or_init_waits_for_running_save(ckpt, monkeypatch):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback(1, {"n": 1})
     real, going_on = seams.current("disk.sync_tree"), threading.Event()
@@ -351,7 +347,7 @@ def test_a_save_under_way_is_waited_for_before_beginning(ckpt, monkeypatch):
     assert flaxckpt.CheckpointCallback(ckpt).restore_or_init({"n": 0}) == ({"n": 2}, 2)
 
 
-def test_a_callback_whose_run_another_goes_on_with_saves_nothing_more(ckpt):
+def test_superseded_callback_saves_nothing_more(ckpt):
     first = flaxckpt.CheckpointCallback(ckpt, every_steps=5)
     first.restore_or_init({"n": 0})
     drive(first, range(1, 13))
@@ -362,7 +358,7 @@ def test_a_callback_whose_run_another_goes_on_with_saves_nothing_more(ckpt):
     assert ckpt.steps() == [5, 10, 15, 17]
 
 
-def test_two_callbacks_save_a_step_once(ckpt):
+def test_two_callbacks_save_step_only_once(ckpt):
     often = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
     seldom = flaxckpt.CheckpointCallback(ckpt, every_steps=3)
     saved = [(often(s, {"n": s}), seldom(s, {"n": s})) for s in range(1, 8)]
@@ -373,7 +369,7 @@ def test_two_callbacks_save_a_step_once(ckpt):
     assert ckpt.steps() == [2, 3, 4, 6, 7, 8]
 
 
-def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
+def test_failed_save_does_not_count_as_saved(ckpt, monkeypatch):
     def fail(path):
         raise OSError(5, "Input/output error")
 
@@ -389,7 +385,7 @@ def test_a_save_that_failed_is_not_taken_for_one(ckpt, monkeypatch):
     assert ckpt.steps() == [5]
 
 
-def test_the_dataset_that_was_restored_is_the_one_that_is_saved(ckpt, caplog):
+def test_saves_restored_dataset(ckpt, caplog):
     batches = StepIndexed(lambda i: i)
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
         callback.restore_or_init({"n": 0}, dataset=batches)
@@ -422,7 +418,7 @@ class Counting:
         self.next = state["next_index"]
 
 
-def test_batches_that_are_taken_in_the_head_of_the_loop_are_warned_of(ckpt, caplog):
+def test_warns_about_batches_taken_by_loop_header(ckpt, caplog):
     batches = Counting()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
         callback.restore_or_init({"n": 0})
@@ -432,9 +428,7 @@ def test_batches_that_are_taken_in_the_head_of_the_loop_are_warned_of(ckpt, capl
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_batches_taken_by_a_step_that_was_not_reported_are_warned_of(
-    ckpt, caplog, steps
-):
+def test_warns_about_batches_of_unreported_step(ckpt, caplog, steps):
     batches = Counting()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
         callback.restore_or_init({"n": 0})
@@ -446,7 +440,7 @@ def test_batches_taken_by_a_step_that_was_not_reported_are_warned_of(
     assert "1 more batches" in caplog.text
 
 
-def test_a_place_in_step_indexed_batches_is_that_of_the_last_report(ckpt, caplog):
+def test_saves_step_indexed_position_of_last_report(ckpt, caplog):
     batches = StepIndexed(lambda i: i)
     with flaxckpt.CheckpointCallback(ckpt, every_steps=3, dataset=batches) as callback:
         callback.restore_or_init({"n": 0})
@@ -459,7 +453,7 @@ def test_a_place_in_step_indexed_batches_is_that_of_the_last_report(ckpt, caplog
 
 
 @pytest.mark.parametrize("closing", ["checkpointer", "callback"])
-def test_a_block_that_ends_by_an_error_leaves_nothing_behind(tmp_path, closing):
+def test_failing_block_restores_handler_and_skips_last_save(tmp_path, closing):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
     before = signal.getsignal(signal.SIGTERM)
@@ -478,7 +472,7 @@ def test_a_block_that_ends_by_an_error_leaves_nothing_behind(tmp_path, closing):
     assert skipped(callback) == {6: "the with block raised ZeroDivisionError"}
 
 
-def test_a_closed_callback_is_forgotten(ckpt):
+def test_checkpointer_forgets_closed_callback(ckpt):
     told = []
     state = {"n": np.ones(3)}
     callback = flaxckpt.CheckpointCallback(ckpt, sinks=[told.append])
@@ -494,7 +488,7 @@ def test_a_closed_callback_is_forgotten(ckpt):
 
 
 @pytest.mark.slow
-def test_unclosed_program_reports_the_unsaved_step_at_exit(tmp_path):
+def test_unclosed_program_reports_unsaved_step_at_exit(tmp_path):
     code = """
 import flaxckpt, sys
 on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(sys.argv[1]), every_steps=2)
@@ -521,7 +515,7 @@ for step in (1, 2, 3):
         ({"n": 1}, [0.5], "metrics"),
     ],
 )
-def test_first_call_raises_the_errors_of_the_first_save(ckpt, state, metrics, told):
+def test_first_call_raises_errors_of_first_save(ckpt, state, metrics, told):
     step = 0 if "step" in state else 1
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=1000, save_last=False)
     with pytest.raises(errors.OptionError, match=told):
@@ -530,12 +524,12 @@ def test_first_call_raises_the_errors_of_the_first_save(ckpt, state, metrics, to
 
 
 @pytest.mark.parametrize("step", [1.5, "3", None, True])
-def test_a_step_is_a_whole_number(ckpt, step):
+def test_rejects_steps_other_than_whole_numbers(ckpt, step):
     with pytest.raises(errors.OptionError, match="whole number"):
         flaxckpt.CheckpointCallback(ckpt)(step, {"n": 1})
 
 
-def test_a_reader_cannot_train(ckpt):
+def test_read_only_checkpointer_cannot_train(ckpt):
     ckpt.save(1, {"n": 1}).wait()
     reader = flaxckpt.Checkpointer(ckpt.directory, read_only=True)
     callback = flaxckpt.CheckpointCallback(reader)
@@ -565,7 +559,7 @@ def nnx_pair(step):
         nnx_pair,
     ],
 )
-def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
+def test_rejects_step_different_from_step_of_state(ckpt, state):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     assert callback(2, state(2))
     assert not callback(3, state(2)), "nothing is saved, so nothing is looked at"
@@ -582,7 +576,7 @@ def test_a_save_under_another_step_than_the_states_own_is_refused(ckpt, state):
     assert other(4, state(5))
 
 
-def test_of_several_counters_one_has_to_agree(ckpt):
+def test_one_of_several_counters_must_agree(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     generator, critic = create().replace(step=2), create().replace(step=10)
     assert callback(10, {"generator": generator, "critic": critic})
@@ -591,7 +585,7 @@ def test_of_several_counters_one_has_to_agree(ckpt):
 
 
 @pytest.mark.parametrize("step", [True, 0.5, jnp.ones(3), "third", len])
-def test_values_that_are_no_counters_are_ignored(ckpt, step):
+def test_ignores_values_other_than_counters(ckpt, step):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=7, preflight=False)
     with contextlib.suppress(errors.UnsupportedLeafError):
         assert callback(7, {"step": step})
@@ -599,7 +593,7 @@ def test_values_that_are_no_counters_are_ignored(ckpt, step):
         callback(14, {"step": 3})
 
 
-def test_a_call_can_force_a_save_even_of_step_0(ckpt):
+def test_call_can_force_save_of_step_0(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=100, save_last=False)
     assert callback(0, {"step": 0}, force=True)
     assert not callback(1, {"step": 1})
@@ -608,7 +602,7 @@ def test_a_call_can_force_a_save_even_of_step_0(ckpt):
 
 
 @pytest.mark.parametrize("closing", ["checkpointer", "callback"])
-def test_the_last_step_is_saved_once_when_the_run_ends(tmp_path, closing):
+def test_close_saves_last_step_once(tmp_path, closing):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4)
     drive(callback, range(1, 7))
@@ -632,7 +626,7 @@ def test_failing_loop_does_not_save_its_last_step(tmp_path):
     assert ckpt.steps() == [4]
 
 
-def test_next_call_raises_the_error_of_a_failed_save(ckpt, monkeypatch):
+def test_next_call_raises_error_of_failed_save(ckpt, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -661,7 +655,7 @@ def test_next_call_raises_the_error_of_a_failed_save(ckpt, monkeypatch):
         {"temporary": True},
     ],
 )
-def test_options_that_make_no_sense_are_refused(ckpt, options):
+def test_rejects_invalid_options(ckpt, options):
     with pytest.raises(errors.OptionError, match=next(iter(options))):
         flaxckpt.CheckpointCallback(ckpt, **options)
 
@@ -669,7 +663,7 @@ def test_options_that_make_no_sense_are_refused(ckpt, options):
 # ---- the loops it is called from --------------------------------------------------
 
 
-def test_loops_that_pass_the_step_only_bind_the_state(ckpt):
+def test_loop_passing_only_step_must_bind_state(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     with pytest.raises(errors.OptionError, match="bind"):
         callback(1)
@@ -683,7 +677,7 @@ def test_loops_that_pass_the_step_only_bind_the_state(ckpt):
     assert ckpt.restore() == {"n": 4}
 
 
-def test_a_bound_state_that_counts_its_steps_is_asked_for_when_it_is_saved(ckpt):
+def test_requests_counting_bound_state_only_when_saving(ckpt):
     asked = []
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=4, preflight=False)
     callback.bind(state=lambda: asked.append(step) or create().replace(step=step))
@@ -696,7 +690,7 @@ def test_a_bound_state_that_counts_its_steps_is_asked_for_when_it_is_saved(ckpt)
 
 
 @pytest.mark.parametrize("each_step", [True, False])
-def test_another_bound_state_is_asked_for_at_each_step_unless_that_is_slow(
+def test_requests_other_bound_state_at_each_step_unless_disabled(
     ckpt, each_step, caplog
 ):
     asked = []
@@ -710,14 +704,14 @@ def test_another_bound_state_is_asked_for_at_each_step_unless_that_is_slow(
     assert ("step 10" in caplog.text or "10, is not saved" in caplog.text) != each_step
 
 
-def test_a_number_is_a_state_where_none_is_bound(ckpt):
+def test_accepts_number_as_state_if_none_is_bound(ckpt):
     with flaxckpt.CheckpointCallback(ckpt) as callback:
         callback(1, jnp.float32(12.5))
     assert ckpt.restore() == 12.5
 
 
 @pytest.mark.parametrize("step_is", ["completed", "index"])
-def test_skip_reason_names_the_later_step_of_a_bound_state(ckpt, step_is):
+def test_skip_reason_names_later_step_of_bound_state(ckpt, step_is):
     state = create()
     with flaxckpt.CheckpointCallback(ckpt, step_is=step_is) as callback:
         callback.bind(state=lambda: state)
@@ -731,13 +725,13 @@ def test_skip_reason_names_the_later_step_of_a_bound_state(ckpt, step_is):
     assert "step_is" not in reason
 
 
-def test_bind_rejects_a_state_that_is_no_function(ckpt):
+def test_bind_rejects_non_callable_state(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt)
     with pytest.raises(errors.OptionError, match="state=lambda: state"):
         callback.bind(state={"n": 1})
 
 
-def test_donated_last_step_is_skipped_with_a_reason(ckpt, caplog):
+def test_skips_donated_last_step_with_reason(ckpt, caplog):
     @functools.partial(jax.jit, donate_argnums=0)
     def add(state):
         return {"n": state["n"] + 1}
@@ -842,7 +836,7 @@ TRAINERS = {
 @pytest.mark.parametrize("then", ["ends", "looks", "trains", "trains twice"])
 @pytest.mark.parametrize("is_bound", [False, True])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_the_end_saves_the_values_of_the_last_report(ckpt, name, is_bound, then):
+def test_close_saves_values_of_last_report(ckpt, name, is_bound, then):
     state, train, look = TRAINERS[name]()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
         if is_bound:
@@ -883,7 +877,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.parametrize("kind", [dict, Pair, Mean, flax.core.FrozenDict])
-def test_large_numpy_arrays_are_saved_unless_they_were_changed_since(ckpt, kind):
+def test_close_saves_large_numpy_arrays_unless_changed(ckpt, kind):
     def state():
         fields = {"w": large, "n": jnp.float32(step)}
         return kind(fields) if kind is flax.core.FrozenDict else kind(**fields)
@@ -914,7 +908,7 @@ def test_large_numpy_arrays_are_saved_unless_they_were_changed_since(ckpt, kind)
     assert all("changed in place" in reasons[step] for step in (5, 6))
 
 
-def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
+def test_keeps_small_numpy_arrays_beside_large_ones(ckpt):
     state = {"w": np.zeros(10**6), "n": np.zeros(1)}
     with flaxckpt.CheckpointCallback(ckpt) as callback:
         callback(1, state)
@@ -923,9 +917,7 @@ def test_small_numpy_arrays_are_kept_beside_large_ones(ckpt):
     assert ckpt.restore()["n"] == 0
 
 
-def test_first_call_warns_that_huge_numpy_arrays_are_not_kept(
-    ckpt, caplog, monkeypatch
-):
+def test_first_call_warns_about_huge_numpy_arrays(ckpt, caplog, monkeypatch):
     seams.replace(monkeypatch, "kept_state.summed_bytes", 2**22)
     state = {"w": np.zeros(10**6)}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=2) as callback:
@@ -939,7 +931,7 @@ def test_first_call_warns_that_huge_numpy_arrays_are_not_kept(
     assert "numpy arrays" in skipped(callback)[3]
 
 
-def test_read_only_numpy_arrays_are_kept_however_large(ckpt):
+def test_keeps_read_only_numpy_arrays_of_any_size(ckpt):
     weights = np.arange(10**6)
     weights.flags.writeable = False
     with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
@@ -947,7 +939,7 @@ def test_read_only_numpy_arrays_are_kept_however_large(ckpt):
     assert ckpt.steps() == [1]
 
 
-def test_model_with_replaced_variables_is_skipped_with_a_reason(ckpt):
+def test_skips_model_with_replaced_variables_with_reason(ckpt):
     state, train, _ = net_trainer(has_optimizer=False)
     with flaxckpt.CheckpointCallback(ckpt) as callback:
         callback(1, train())
@@ -979,9 +971,7 @@ class Changing(nnx.Module):
 
 @pytest.mark.parametrize("is_bound", [False, True])
 @pytest.mark.parametrize("change", ["never", "once", "each step", "list", "array"])
-def test_a_model_that_got_other_variables_before_the_report_is_saved(
-    ckpt, change, is_bound
-):
+def test_saves_model_with_variables_replaced_before_report(ckpt, change, is_bound):
     model = Changing()
     with flaxckpt.CheckpointCallback(ckpt, every_steps=100) as callback:
         model, _ = callback.restore_or_init(model)
@@ -996,7 +986,7 @@ def test_a_model_that_got_other_variables_before_the_report_is_saved(
     assert_equal(copied(ckpt.restore((model, {"n": jnp.ones(1)}))), wanted)
 
 
-def test_metrics_are_those_of_the_last_report(ckpt):
+def test_close_saves_metrics_of_last_report(ckpt):
     metrics = {"loss": 0.5}
     mean = nnx.MultiMetric(loss=nnx.metrics.Average())
     mean.update(values=jnp.float32(1.0))
@@ -1023,7 +1013,7 @@ BOUND = {
 @pytest.mark.parametrize("then", ["ends", "trains"])
 @pytest.mark.parametrize("passes_state", [False, True])
 @pytest.mark.parametrize("kind", BOUND)
-def test_bound_metrics_are_those_of_the_last_report(ckpt, kind, passes_state, then):
+def test_close_saves_bound_metrics_of_last_report(ckpt, kind, passes_state, then):
     now = {"model": nnx.Linear(1, 1, rngs=nnx.Rngs(0))}
     make = functools.partial(BOUND[kind], now)
     metrics = {}
@@ -1044,7 +1034,7 @@ def test_bound_metrics_are_those_of_the_last_report(ckpt, kind, passes_state, th
 
 
 @pytest.mark.parametrize("each_step", [True, False])
-def test_bound_metrics_are_asked_for_at_each_step_unless_that_is_slow(ckpt, each_step):
+def test_requests_bound_metrics_at_each_step_unless_disabled(ckpt, each_step):
     metrics, asked = {"loss": 0.5}, []
     with flaxckpt.CheckpointCallback(ckpt, preflight=False) as callback:
         callback.bind(
@@ -1058,7 +1048,7 @@ def test_bound_metrics_are_asked_for_at_each_step_unless_that_is_slow(ckpt, each
     assert ckpt.metrics(2) == ({"loss": 0.5} if each_step else {})
 
 
-def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, caplog):
+def test_saves_slow_bound_metrics_only_if_nothing_followed(ckpt, caplog):
     state, metrics = create().replace(step=1), {"loss": 0.5}
     for step in (1, 2):
         with flaxckpt.CheckpointCallback(ckpt, check_step=step == 1) as callback:
@@ -1071,7 +1061,7 @@ def test_bound_metrics_that_take_long_are_saved_if_nothing_came_after(ckpt, capl
     assert "without its metrics" in caplog.text
 
 
-def test_holding_a_state_copies_no_jax_array(ckpt):
+def test_holding_state_copies_no_jax_array(ckpt):
     state = {"w": jnp.ones(10**6), "n": 1}
     with flaxckpt.CheckpointCallback(ckpt, every_steps=9, preflight=False) as callback:
         callback.bind(state=lambda: state)
@@ -1083,7 +1073,7 @@ def test_holding_a_state_copies_no_jax_array(ckpt):
 # ---- what else loops pass ---------------------------------------------------------
 
 
-def test_data_and_metrics_can_be_bound_too(ckpt):
+def test_bind_accepts_dataset_and_metrics(ckpt):
     batches, loss = StepIndexed(lambda i: i), 0.0
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     callback.bind(state=lambda: {"n": 1}, dataset=lambda: batches)
@@ -1112,7 +1102,7 @@ class Info:
         return self.step + 1
 
 
-def test_loops_may_describe_a_step_by_an_object(ckpt):
+def test_on_step_accepts_object_describing_step(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=3, save_last=False)
     for step in range(5):
         callback.on_step(Info(step, {"n": step}, loss=step / 4))
@@ -1131,7 +1121,7 @@ def test_callback_accepts_arguments_of_clu_periodic_callbacks(ckpt):
 @pytest.mark.parametrize(
     "t", [12.5, 3, np.float64(12.5), np.array(12.5), jnp.float32(12.5), jnp.int32(3)]
 )
-def test_the_time_that_clu_passes_to_its_hooks_is_no_state(ckpt, t):
+def test_does_not_take_time_argument_of_clu_as_state(ckpt, t):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     if not isinstance(t, np.ndarray | jax.Array):  # else it may be a state
         with pytest.raises(errors.OptionError, match=r"bind\(state=lambda: state\)"):
@@ -1143,7 +1133,7 @@ def test_the_time_that_clu_passes_to_its_hooks_is_no_state(ckpt, t):
     assert ckpt.restore() == {"n": 2}
 
 
-def test_arguments_that_there_are_not_are_refused(ckpt):
+def test_rejects_unknown_arguments(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt)
     for wrong, right in (
         ({"metric": {"loss": 0.5}}, "metrics="),
@@ -1162,7 +1152,7 @@ class Metrics(clu.metrics.Collection):
     loss: clu.metrics.Average.from_output("loss")
 
 
-def test_clu_metric_collections_are_computed_when_they_are_saved(ckpt):
+def test_computes_clu_metric_collections_when_saving(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, save_last=False)
     metrics = Metrics.single_from_model_output(loss=jnp.array([1.0, 2.0]))
     callback(2, {"n": 2}, metrics=metrics)
@@ -1201,7 +1191,7 @@ def train(directory, total, stop=None):
     return start
 
 
-def test_a_resumed_run_equals_the_run_it_would_have_been(tmp_path):
+def test_resumed_run_equals_uninterrupted_run(tmp_path):
     assert train(tmp_path / "a", 20, stop=11) == 0
     assert train(tmp_path / "a", 20, stop=18) == 8
     assert train(tmp_path / "a", 20) == 16
@@ -1224,14 +1214,14 @@ def written(directory):
     }
 
 
-def test_resuming_a_finished_run_trains_and_saves_no_more(tmp_path):
+def test_resuming_finished_run_trains_and_saves_no_more(tmp_path):
     train(tmp_path, 8)
     before = written(tmp_path)
     assert train(tmp_path, 8) == 8
     assert written(tmp_path) == before
 
 
-def test_a_fresh_run_needs_values_and_a_resumed_one_does_not(tmp_path):
+def test_only_fresh_run_needs_concrete_state(tmp_path):
     abstract = jax.eval_shape(create)
     ckpt = flaxckpt.Checkpointer(tmp_path)
     callback = flaxckpt.CheckpointCallback(ckpt)
@@ -1247,14 +1237,14 @@ def test_a_fresh_run_needs_values_and_a_resumed_one_does_not(tmp_path):
     assert jnp.array_equal(restored.params["w"], state.params["w"])
 
 
-def test_metrics_may_be_added_by_the_loops_own_count(ckpt):
+def test_add_metrics_uses_step_count_of_loop(ckpt):
     callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, step_is="index")
     callback(1, {"n": 1})
     callback.add_metrics(1, {"loss": 0.5})
     assert ckpt.metrics(2) == {"loss": 0.5}
 
 
-def test_the_end_keeps_the_order_of_dictionaries(tmp_path):
+def test_close_keeps_order_of_dicts(tmp_path):
     state = {"sum": jnp.float32(1), "a": {"z": jnp.zeros(2), "b": jnp.ones(2)}}
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         flaxckpt.CheckpointCallback(ckpt, every_steps=10)(1, state)

@@ -20,7 +20,7 @@ states = pytest.mark.parametrize("create", STATES.values(), ids=STATES)
 
 
 @states
-def test_json_is_saved_with_every_step(tmp_path, create):
+def test_saves_json_with_every_step(tmp_path, create):
     with (
         flaxckpt.Checkpointer(tmp_path) as ckpt,
         flaxckpt.CheckpointCallback(ckpt, every_steps=2, json=CONFIG) as on_step,
@@ -37,7 +37,7 @@ def test_json_is_saved_with_every_step(tmp_path, create):
 
 
 @states
-def test_json_may_be_a_function_of_the_completed_steps(tmp_path, create):
+def test_accepts_json_as_function_of_completed_steps(tmp_path, create):
     with (
         flaxckpt.Checkpointer(tmp_path) as ckpt,
         flaxckpt.CheckpointCallback(
@@ -57,7 +57,7 @@ def test_json_may_be_a_function_of_the_completed_steps(tmp_path, create):
     }
 
 
-def test_json_is_in_the_last_step_before_the_exit(tmp_path):
+def test_last_save_before_exit_includes_json(tmp_path):
     with (
         flaxckpt.Checkpointer(tmp_path) as ckpt,
         flaxckpt.CheckpointCallback(ckpt, json=CONFIG) as on_step,
@@ -79,7 +79,7 @@ def test_json_is_in_the_last_step_before_the_exit(tmp_path):
     ],
     ids=["name", "value", "function", "number"],
 )
-def test_impossible_json_is_found_at_the_first_call(tmp_path, json, wanted):
+def test_first_call_rejects_invalid_json(tmp_path, json, wanted):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=100, json=json)
         with pytest.raises(errors.OptionError, match=wanted):
@@ -89,7 +89,7 @@ def test_impossible_json_is_found_at_the_first_call(tmp_path, json, wanted):
 
 
 @pytest.mark.parametrize("json", ["text", 3, [CONFIG]], ids=str)
-def test_json_that_is_no_dict_is_refused_at_once(tmp_path, json):
+def test_constructor_rejects_json_other_than_dict(tmp_path, json):
     with (
         flaxckpt.Checkpointer(tmp_path) as ckpt,
         pytest.raises(errors.OptionError, match="json must be a dict"),

@@ -43,7 +43,7 @@ def _signals_as_before():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_call_after_a_signal_saves_and_leaves(ckpt, number):
+def test_call_after_signal_saves_and_exits(ckpt, number):
     def train():
         with ckpt:
             on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=100)
@@ -61,7 +61,7 @@ def test_the_call_after_a_signal_saves_and_leaves(ckpt, number):
     assert ckpt.restore() == {"n": 3}
 
 
-def test_after_ctrl_c_it_leaves_as_ctrl_c_does(ckpt, capfd):
+def test_call_after_ctrl_c_saves_and_raises_keyboard_interrupt(ckpt, capfd):
     def train():
         with ckpt:
             on_step = flaxckpt.CheckpointCallback(ckpt)
@@ -75,7 +75,7 @@ def test_after_ctrl_c_it_leaves_as_ctrl_c_does(ckpt, capfd):
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
 
 
-def test_a_second_ctrl_c_does_not_wait(ckpt):
+def test_second_ctrl_c_interrupts_at_once(ckpt):
     def train():
         with ckpt:
             on_step = flaxckpt.CheckpointCallback(ckpt)
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_does_not_wait(ckpt):
     assert ckpt.steps() == []
 
 
-def test_a_loop_may_leave_by_itself(ckpt):
+def test_loop_may_exit_by_itself(ckpt):
     with ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, exit_code=None)
         step = 0
@@ -101,7 +101,7 @@ def test_a_loop_may_leave_by_itself(ckpt):
     assert ckpt.steps() == [4]
 
 
-def test_a_step_that_is_saved_already_is_not_saved_again(ckpt):
+def test_does_not_save_saved_step_again(ckpt):
     def train():
         with ckpt:
             on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
@@ -114,7 +114,7 @@ def test_a_step_that_is_saved_already_is_not_saved_again(ckpt):
     assert ckpt.steps() == [2]
 
 
-def test_a_signal_after_the_last_call_is_heeded_at_the_end(ckpt):
+def test_close_heeds_signal_after_last_call(ckpt):
     def train():
         with ckpt:
             on_step = flaxckpt.CheckpointCallback(ckpt)
@@ -127,7 +127,7 @@ def test_a_signal_after_the_last_call_is_heeded_at_the_end(ckpt):
     assert ckpt.steps() == [1]
 
 
-def test_the_programs_own_handler_is_called_too_and_is_put_back(ckpt):
+def test_calls_and_restores_previous_handler(ckpt):
     seen = []
 
     def own(number, frame):
@@ -152,7 +152,7 @@ def test_the_programs_own_handler_is_called_too_and_is_put_back(ckpt):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_signals_that_the_program_ignores_stay_ignored(ckpt):
+def test_ignored_signals_stay_ignored(ckpt):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with ckpt:
@@ -165,7 +165,7 @@ def test_signals_that_the_program_ignores_stay_ignored(ckpt):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_that_came_later_stays_and_may_call_ours(ckpt):
+def test_later_handler_stays_and_may_call_ours(ckpt):
     def later(number, frame):
         ours(number, frame)
 
@@ -178,7 +178,7 @@ def test_a_handler_that_came_later_stays_and_may_call_ours(ckpt):
     assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is later
 
 
-def test_of_two_runs_in_one_program_the_first_may_end_first(tmp_path):
+def test_first_of_two_runs_may_end_first(tmp_path):
     first, second = (flaxckpt.Checkpointer(tmp_path / name) for name in "ab")
 
     def train():
@@ -203,7 +203,7 @@ def test_callback_without_preemption_leaves_signals_alone(ckpt):
         assert not on_step.should_stop()
 
 
-def test_outside_of_the_main_thread_it_says_that_it_cannot_watch(ckpt, caplog):
+def test_warns_about_missing_watch_outside_main_thread(ckpt, caplog):
     def train():
         with flaxckpt.CheckpointCallback(ckpt, every_steps=1) as on_step:
             on_step(1, {"n": 1})
@@ -215,7 +215,7 @@ def test_outside_of_the_main_thread_it_says_that_it_cannot_watch(ckpt, caplog):
     assert "main thread" in caplog.text
 
 
-def test_preempted_program_ends_with_the_error_of_the_last_save(ckpt, monkeypatch):
+def test_preempted_program_ends_with_error_of_last_save(ckpt, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -230,7 +230,7 @@ def test_preempted_program_ends_with_the_error_of_the_last_save(ckpt, monkeypatc
     assert ckpt.steps() == [2], "who lives on saves it in the end"
 
 
-def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
+def test_earlier_failed_save_does_not_prevent_last_save(ckpt, monkeypatch):
     def fail(path):
         raise OSError(28, "No space left on device")
 
@@ -247,7 +247,7 @@ def test_a_save_that_failed_before_does_not_hinder_the_last(ckpt, monkeypatch):
     assert ckpt.steps() == [3]
 
 
-def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
+def test_invalid_metrics_do_not_prevent_last_save(ckpt, caplog):
     on_step = flaxckpt.CheckpointCallback(ckpt)
     on_step(1, {"n": 1}, metrics={"loss": 1.0})
     send()
@@ -257,7 +257,7 @@ def test_wrong_metrics_do_not_cost_the_last_save(ckpt, caplog):
     assert "without metrics" in caplog.text
 
 
-def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch):
+def test_signal_during_last_save_waits_for_it(ckpt, monkeypatch):
     real = seams.current("disk.sync_tree")
 
     def sync(path):
@@ -275,7 +275,7 @@ def test_a_signal_while_the_last_save_is_written_waits_for_it(ckpt, monkeypatch)
     assert ckpt.steps() == [1]
 
 
-def test_after_ctrl_c_the_same_callback_can_train_again(ckpt):
+def test_callback_can_train_again_after_ctrl_c(ckpt):
     on_step = flaxckpt.CheckpointCallback(ckpt)
     for number, error in (
         (signal.SIGINT, KeyboardInterrupt),
@@ -290,7 +290,7 @@ def test_after_ctrl_c_the_same_callback_can_train_again(ckpt):
     assert ckpt.steps() == [2, 4]
 
 
-def test_watches_that_begin_and_end_in_any_order(tmp_path):
+def test_watches_may_begin_and_end_in_any_order(tmp_path):
     ckpts = [flaxckpt.Checkpointer(tmp_path / name) for name in "ab"]
     a, b = (flaxckpt.CheckpointCallback(ckpt) for ckpt in ckpts)
     a.restore_or_init({"n": 0})
@@ -305,7 +305,7 @@ def test_watches_that_begin_and_end_in_any_order(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_children_end_as_they_would_have(ckpt):
+def test_forked_child_keeps_default_signal_handling(ckpt):
     on_step = flaxckpt.CheckpointCallback(ckpt)
     on_step(1, {"n": 1})
     begun, tell = os.pipe()
@@ -372,7 +372,7 @@ STOP = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_later_cell_of_a_notebook_interrupts_that_cell(ckpt):
+def test_ctrl_c_interrupts_later_notebook_cell(ckpt):
     ended = subprocess.run(
         [
             *(sys.executable, "-c", NOTEBOOK, str(ckpt.directory)),
@@ -424,13 +424,13 @@ def stop_with(ckpt, *, grace_secs, took_secs):
     assert left.value.code == 75
 
 
-def test_the_whole_state_is_saved_if_there_is_time(ckpt):
+def test_saves_whole_state_if_time_permits(ckpt):
     stop_with(ckpt, grace_secs=30, took_secs=5)
     assert ckpt.steps() == [2, 3]
     assert ckpt._session.saves.params_only.latest() is None
 
 
-def test_short_grace_saves_only_the_parameters_and_warns(ckpt, caplog):
+def test_short_grace_saves_only_parameters_and_warns(ckpt, caplog):
     stop_with(ckpt, grace_secs=30, took_secs=60)
     assert ckpt.steps() == [2]
     step, path = ckpt._session.saves.params_only.latest()
@@ -452,7 +452,7 @@ def test_short_grace_saves_only_the_parameters_and_warns(ckpt, caplog):
     assert not path.exists()
 
 
-def test_without_a_save_yet_the_preflights_estimate_counts(ckpt):
+def test_uses_preflight_estimate_before_first_save(ckpt):
     clock = Clock()
     on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=clock)
     on_step(1, train_state_at(1))
@@ -463,7 +463,7 @@ def test_without_a_save_yet_the_preflights_estimate_counts(ckpt):
     assert ckpt._session.saves.params_only.latest()[0] == 2
 
 
-def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
+def test_saves_state_without_optimizer_whole(ckpt):
     on_step = flaxckpt.CheckpointCallback(ckpt, grace_secs=1e-9, clock=Clock())
     on_step(1, {"n": 1})
     send()
@@ -473,7 +473,7 @@ def test_a_state_without_an_optimizer_is_saved_whole(ckpt):
     assert ckpt._session.saves.params_only.latest() is None
 
 
-def test_parameters_alone_are_a_source_for_another_run(ckpt, tmp_path):
+def test_params_only_save_is_source_for_another_run(ckpt, tmp_path):
     stop_with(ckpt, grace_secs=30, took_secs=60)
     _, path = ckpt._session.saves.params_only.latest()
     with flaxckpt.Checkpointer(tmp_path / "other") as other:

@@ -46,7 +46,7 @@ def free(monkeypatch):
         ([LatestN(3), EveryNSteps(10)], None),
     ],
 )
-def test_policies_say_how_many_steps_they_keep(tmp_path, keep, kept):
+def test_preflight_counts_steps_kept_by_policies(tmp_path, keep, kept):
     first_call(tmp_path, keep=keep)
     [found] = [e for e in run_files.read_events(tmp_path) if e.kind == "preflight"]
     assert found.details["saves_kept"] == kept
@@ -62,7 +62,7 @@ def test_first_call_reports_too_little_space_for_kept_steps(tmp_path, free):
     assert "3 are kept" in str(told.value)
 
 
-def test_steps_that_are_there_count(tmp_path, free):
+def test_preflight_counts_existing_steps(tmp_path, free):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, STATE)
@@ -84,16 +84,14 @@ def test_preflight_warn_only_warns(tmp_path, free, caplog):
     assert not caplog.text
 
 
-def test_room_for_a_few_saves_only_is_a_warning_if_nothing_ever_goes(
-    tmp_path, free, caplog
-):
+def test_warns_about_room_for_few_saves_without_retention(tmp_path, free, caplog):
     free(3 * MIB)
     first_call(tmp_path)
     assert "room for 3 more saves" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_first_call_reports_an_unwritable_directory(tmp_path):
+def test_first_call_reports_unwritable_directory(tmp_path):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     tmp_path.chmod(0o500)
     try:
@@ -103,7 +101,7 @@ def test_first_call_reports_an_unwritable_directory(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_first_call_reports_a_removed_directory(tmp_path):
+def test_first_call_reports_removed_directory(tmp_path):
     ckpt = flaxckpt.Checkpointer(tmp_path / "run")
     on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
     shutil.rmtree(tmp_path / "run")
@@ -118,7 +116,7 @@ def test_first_call_reports_unsavable_leaves(tmp_path):
         first_call(tmp_path, dataset=(i for i in range(3)))
 
 
-def test_preflight_leaves_no_files_and_logs_the_size_of_saves(tmp_path, caplog):
+def test_preflight_leaves_no_files_and_logs_size_of_saves(tmp_path, caplog):
     caplog.set_level(logging.INFO, "flaxckpt")
     ckpt = first_call(tmp_path, keep=[LatestN(2)])
     assert "each save: 1.05 MB" in caplog.text

@@ -59,7 +59,7 @@ def is_key(x):
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def test_changes_in_place_need_not_be_returned(ckpt):
+def test_accepts_step_without_returned_state(ckpt):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -70,7 +70,7 @@ def test_changes_in_place_need_not_be_returned(ckpt):
     callback(ckpt).check_resume((model, optimizer), step)
 
 
-def test_objects_count_though_the_step_returns_something_else(ckpt):
+def test_compares_objects_even_if_step_returns_something_else(ckpt):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     calls = []
 
@@ -83,21 +83,21 @@ def test_objects_count_though_the_step_returns_something_else(ckpt):
         callback(ckpt).check_resume(model, step)
 
 
-def test_data_that_have_ended_are_reported(ckpt):
+def test_reports_exhausted_dataset(ckpt):
     batches = iter(grain.MapDataset.source([1, 2]))
     list(batches)
     with pytest.raises(errors.DatasetStateError, match="no batch left"):
         callback(ckpt, batches).check_resume({"w": 0}, lambda s, b: s)
 
 
-def test_results_of_any_kind_are_compared_as_far_as_they_can_be(ckpt):
+def test_compares_results_of_any_kind(ckpt):
     def step(state):
         return state, {"nan": float("nan"), "name": "x", "fn": object()}
 
     callback(ckpt).check_resume({"w": jnp.zeros(3)}, step)
 
 
-def test_state_outside_of_the_state_is_found(ckpt):
+def test_finds_state_outside_of_given_state(ckpt):
     momentum = {"v": 0.0}
 
     def step(state, batch):
@@ -115,7 +115,7 @@ def test_state_outside_of_the_state_is_found(ckpt):
     assert "2.0, 2.0" in mismatch.found
 
 
-def test_casts_of_the_checkpointer_are_found(tmp_path):
+def test_finds_casts_of_checkpointer(tmp_path):
     cast = flaxckpt.transforms.cast("w", "bfloat16")
     ckpt = flaxckpt.Checkpointer(tmp_path, transforms=[cast])
     state = {"w": jnp.float32(1 / 3), "n": jnp.int32(1)}
@@ -125,7 +125,7 @@ def test_casts_of_the_checkpointer_are_found(tmp_path):
     assert len(str(told.value).splitlines()) < 15
 
 
-def test_data_that_do_not_come_back_are_found(ckpt):
+def test_finds_dataset_without_restored_position(ckpt):
     class Forgets:
         def __init__(self):
             self.n = 0
@@ -146,7 +146,7 @@ def test_data_that_do_not_come_back_are_found(ckpt):
         )
 
 
-def test_a_prefetcher_around_grain_is_found(ckpt):
+def test_finds_prefetcher_around_grain(ckpt):
     """The loop takes from a prefetcher, and saves the iterator inside it."""
     inner = iter(grain.MapDataset.source(list(range(100))))
 
@@ -169,7 +169,7 @@ def test_a_prefetcher_around_grain_is_found(ckpt):
         callback(ckpt, Prefetcher()).check_resume({"w": jnp.int32(0)}, step)
 
 
-def test_types_that_change_in_the_first_step_are_found(ckpt):
+def test_finds_dtypes_changed_by_first_step(ckpt):
     begin = {"n": jnp.zeros(2, jnp.int32), "ema": None}
 
     def step(state):
@@ -182,7 +182,7 @@ def test_types_that_change_in_the_first_step_are_found(ckpt):
     assert ckpt.steps() == []
 
 
-def test_a_python_number_may_come_back_for_a_scalar(ckpt):
+def test_accepts_python_number_restored_for_scalar(ckpt):
     begin = {"step": 0, "w": jnp.zeros(2)}
     callback(ckpt).check_resume(
         begin, lambda s: {"step": jnp.asarray(s["step"]) + 1, "w": s["w"] + s["step"]}

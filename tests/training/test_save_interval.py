@@ -63,12 +63,12 @@ class Loop:
         ]
 
 
-def test_the_first_save_comes_when_enough_steps_are_measured():
+def test_first_save_follows_enough_measured_steps():
     loop = Loop(overhead=0.01, mtbf_secs=None).run(30)
     assert loop.saved_at[1:] == [22.5]  # two steps that compile, and twenty
 
 
-def test_saves_cost_the_given_fraction_of_the_time():
+def test_saves_cost_given_fraction_of_time():
     loop = Loop(overhead=0.01, mtbf_secs=None).run(2000)
     # A save costs 0.5 s of blocking and 4 steps with 0.25 s of delay each.
     [choice] = loop.choices  # reported once
@@ -79,7 +79,7 @@ def test_saves_cost_the_given_fraction_of_the_time():
     assert lost / loop.now == pytest.approx(0.01, rel=0.05)
 
 
-def test_rare_failures_make_saves_rarer_and_frequent_ones_not_more_frequent():
+def test_only_rare_failures_change_save_interval():
     rare = Loop(overhead=0.01, mtbf_secs=1e6).run(20_000)
     # sqrt(2 * 1.5 s * 1e6 s)
     assert all(1732 <= secs <= 1734.5 for secs in rare.intervals)
@@ -88,13 +88,13 @@ def test_rare_failures_make_saves_rarer_and_frequent_ones_not_more_frequent():
     assert all(150 <= secs <= 152.5 for secs in frequent.intervals)
 
 
-def test_a_save_that_costs_nothing_is_not_followed_at_once_by_another():
+def test_free_save_is_not_followed_at_once_by_another():
     loop = Loop(blocked=0.0, delay=0.0, overhead=0.5, mtbf_secs=None).run(200)
     assert all(secs >= 2 * loop.save_steps for secs in loop.intervals)
     assert "a save takes 4 s" in loop.interval.reason
 
 
-def test_a_change_of_cost_is_followed_and_reported():
+def test_follows_and_reports_change_of_cost():
     loop = Loop(overhead=0.1, mtbf_secs=None).run(500)
     [before] = loop.choices
     assert before.interval_secs == pytest.approx(15)
@@ -105,7 +105,7 @@ def test_a_change_of_cost_is_followed_and_reported():
     assert "a save each 45 s, because it costs the loop 4.5 s" in after.reason
 
 
-def test_a_failed_save_is_not_a_measurement(tmp_path):
+def test_does_not_measure_failed_save(tmp_path):
     interval = SaveInterval(0.01, None, lambda: 0.0)
     (tmp_path / "file").write_text("in the way")
     handle = flaxckpt.save_async(tmp_path / "file" / "state", {"n": 1})
@@ -118,9 +118,7 @@ def test_a_failed_save_is_not_a_measurement(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_callback_measures_saves_and_reports_its_choice(
-    tmp_path, capsys, monkeypatch
-):
+def test_callback_measures_saves_and_reports_its_choice(tmp_path, capsys, monkeypatch):
     now = [0.0]
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         callback = flaxckpt.CheckpointCallback(
@@ -156,7 +154,7 @@ def test_the_callback_measures_saves_and_reports_its_choice(
         {"mtbf_secs": 3600.0},
     ],
 )
-def test_wrong_options_are_refused(tmp_path, options):
+def test_rejects_invalid_options(tmp_path, options):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         with pytest.raises(errors.OptionError, match=next(iter(options))):
             flaxckpt.CheckpointCallback(ckpt, **options)

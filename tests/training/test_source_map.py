@@ -51,7 +51,7 @@ def assert_equal(found, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "llama", "a list"])
 @pytest.mark.parametrize("target", ["linen", "tunix", "maxtext-scanned"])
-def test_a_published_model_fills_a_training_state(tmp_path, source, name, target):
+def test_published_model_fills_training_state(tmp_path, source, name, target):
     changes = maps.llama(source, target=target, prefix="params")
     fresh = state_of(source, target)
     state, start = begin(
@@ -70,7 +70,7 @@ def test_a_published_model_fills_a_training_state(tmp_path, source, name, target
 
 
 @pytest.mark.slow
-def test_a_restarted_run_needs_no_source_and_no_map(tmp_path, source):
+def test_restarted_run_needs_no_source_or_map(tmp_path, source):
     begin(tmp_path / "run", state_of(source), source=source, source_map="auto")
     (source / "config.json").unlink()
     state, start = begin(
@@ -89,7 +89,7 @@ def source_copy(tmp_path):
 
 
 @pytest.mark.slow
-def test_transforms_come_after_the_map(tmp_path, source):
+def test_applies_transforms_after_map(tmp_path, source):
     fresh = state_of(source)
     layers = fresh.params["model"].pop("layers")
     fresh.params["model"]["blocks"] = layers
@@ -108,7 +108,7 @@ def test_transforms_come_after_the_map(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_a_model_in_the_cache_of_the_hub_and_one_without_head(tmp_path, source):
+def test_reads_model_in_hub_cache_and_model_without_head(tmp_path, source):
     cached = hub_cache.write_model(
         tmp_path / "hub", {path.name: path for path in source.iterdir()}
     )
@@ -130,7 +130,7 @@ def test_a_model_in_the_cache_of_the_hub_and_one_without_head(tmp_path, source):
     assert_equal(state.params["embed_tokens"]["embedding"], embedding)
 
 
-def test_an_nnx_model_is_filled(tmp_path, source):
+def test_fills_nnx_model(tmp_path, source):
     class Model(nnx.Module):
         def __init__(self, params):
             self.inner = nnx.data(
@@ -148,7 +148,7 @@ def test_an_nnx_model_is_filled(tmp_path, source):
 
 
 @pytest.mark.slow
-def test_a_config_names_the_source_and_its_map(tmp_path, source):
+def test_config_names_source_and_its_map(tmp_path, source):
     options = ConfigDict({"source": str(source), "source_map": "auto"})
     config = CheckpointConfig.from_mapping(options)
     assert config.to_mapping() == dict(options)
@@ -176,7 +176,7 @@ def refuse(tmp_path, state, match, error=errors.OptionError, **options):
     assert str(caught.value).count("\n") < 15
 
 
-def test_maps_that_are_none_are_refused_at_once(tmp_path, source):
+def test_rejects_invalid_maps_at_once(tmp_path, source):
     fresh = state_of(source)
     # Also if the run has steps already: the option is wrong at every start.
     refuse(
@@ -188,7 +188,7 @@ def test_maps_that_are_none_are_refused_at_once(tmp_path, source):
         CheckpointConfig(source_map="lama")
 
 
-def test_a_model_of_another_kind_is_refused_by_name(tmp_path, source):
+def test_rejects_unknown_model_type_or_missing_config(tmp_path, source):
     fresh = state_of(source)
     config = source / "config.json"
     config.write_text(json.dumps(published.LLAMA | {"model_type": "mamba"}))
@@ -206,7 +206,7 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path, source):
     )
 
 
-def test_a_state_that_no_layout_fits_is_refused(tmp_path, source):
+def test_rejects_state_without_matching_layout(tmp_path, source):
     other = {"w": jnp.ones(3)}
     refuse(
         tmp_path,
@@ -217,9 +217,7 @@ def test_a_state_that_no_layout_fits_is_refused(tmp_path, source):
     )
 
 
-def test_a_state_of_other_sizes_is_refused_before_a_byte_is_read(
-    tmp_path, source, monkeypatch
-):
+def test_rejects_state_of_other_shapes_before_reading(tmp_path, source, monkeypatch):
     fresh = state_of(source)
     seams.replace(monkeypatch, "arrays.read", None)
     fresh.params["model"]["norm"]["weight"] = jnp.ones(25)

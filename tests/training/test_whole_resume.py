@@ -125,7 +125,7 @@ def check_same(found, wanted):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_empty_place_takes_the_saved_branch(tmp_path, name):
+def test_empty_place_takes_saved_branch(tmp_path, name):
     make, empties = MADE[name]
     whole = make([average(), W] if name == "a list" else average())
     with saved(tmp_path, whole) as ckpt:
@@ -145,7 +145,7 @@ def test_empty_place_takes_the_saved_branch(tmp_path, name):
         (nnx.Variable(jnp.ones(3)), Own2(nnx.Variable(None))),
     ],
 )
-def test_an_empty_attribute_of_an_nnx_object_takes_it(tmp_path, value, begin):
+def test_empty_nnx_attribute_takes_saved_value(tmp_path, value, begin):
     model = Own2(value)
     with saved(tmp_path, {"m": model, "w": W}) as ckpt:
         found = resume(ckpt, {"m": begin, "w": W})["m"]
@@ -156,9 +156,7 @@ def test_an_empty_attribute_of_an_nnx_object_takes_it(tmp_path, value, begin):
 
 
 @pytest.mark.parametrize("begin", [{"m": None, "w": W}, {"w": W}])
-def test_a_module_is_its_state_in_an_empty_place_and_without_a_template(
-    tmp_path, begin
-):
+def test_module_restores_as_state_in_empty_place(tmp_path, begin):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with saved(tmp_path, {"m": model, "w": W}) as ckpt:
         found = resume(ckpt, begin)["m"]
@@ -177,7 +175,7 @@ def test_a_module_is_its_state_in_an_empty_place_and_without_a_template(
         ({"w": W, "m": Named(W, W)}, {"w": W, "m": None}, "m"),  # an unknown class
     ],
 )
-def test_a_leaf_without_a_place_is_named(tmp_path, whole, begin, leaf):
+def test_error_names_leaf_without_place(tmp_path, whole, begin, leaf):
     with saved(tmp_path, whole) as ckpt:
         if leaf is None:
             check_same(resume(ckpt, begin), whole)
@@ -188,7 +186,7 @@ def test_a_leaf_without_a_place_is_named(tmp_path, whole, begin, leaf):
         resume(ckpt, begin, unused="ignore")
 
 
-def test_the_option_for_unused_leaves_holds_for_own_steps(tmp_path, caplog):
+def test_unused_option_applies_to_own_steps(tmp_path, caplog):
     with saved(tmp_path, {"w": W, "ema": W, "x": W}) as ckpt:
         with pytest.raises(errors.RestoreMismatchError) as told:
             resume(ckpt, {"w": W, "ema": None}, unused="error")
@@ -200,7 +198,7 @@ def test_the_option_for_unused_leaves_holds_for_own_steps(tmp_path, caplog):
     assert "ema, x" in caplog.text
 
 
-def test_a_part_of_a_step_is_still_restored_and_empty_places_filled(tmp_path):
+def test_restores_part_of_step_and_fills_empty_places(tmp_path):
     whole = {"w": W, "ema": average(), "opt": {"mu": W}}
     with saved(tmp_path, whole) as ckpt:
         assert ckpt.restore({"w": W}).keys() == {"w"}
@@ -208,16 +206,14 @@ def test_a_part_of_a_step_is_still_restored_and_empty_places_filled(tmp_path):
         assert ckpt.restore({"w": W, "ema": None}, unused="ignore")["ema"] is None
 
 
-def test_load_drops_leaves_below_an_empty_place_with_warning(tmp_path, caplog):
+def test_load_drops_leaves_below_empty_place_with_warning(tmp_path, caplog):
     flaxckpt.save(tmp_path / "one", {"w": W, "ema": {"a": W}, "opt": W})
     assert flaxckpt.load(tmp_path / "one", {"w": W, "ema": None})["ema"] is None
     assert "ema/a" in caplog.text
     assert "opt" not in caplog.text
 
 
-def test_leaves_of_a_transform_that_is_gone_are_left_out_with_a_warning(
-    tmp_path, caplog
-):
+def test_warns_about_leaves_of_removed_optimizer_transform(tmp_path, caplog):
     whole = train_state(ADAM, ema=average())
     with saved(tmp_path, whole) as ckpt:
         begin = train_state(optax.sgd(1e-2), ema=None)
@@ -230,7 +226,7 @@ def test_leaves_of_a_transform_that_is_gone_are_left_out_with_a_warning(
 
 
 @pytest.mark.parametrize("before", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)])
-def test_an_nnx_optimizer_leaves_out_a_transform_that_is_gone(tmp_path, caplog, before):
+def test_nnx_optimizer_leaves_out_removed_transform(tmp_path, caplog, before):
     def state_of(tx):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         return {"model": model, "opt": nnx.Optimizer(model, tx, wrt=nnx.Param)}
@@ -250,7 +246,7 @@ class Layers(nnx.Module):
 
 
 @pytest.mark.parametrize("around", [lambda x: x, lambda x: {"model": x, "w": W}])
-def test_a_module_without_leaves_has_no_place_for_them(tmp_path, around):
+def test_module_without_leaves_has_no_place_for_saved_leaves(tmp_path, around):
     with saved(tmp_path, around(Layers(1))) as ckpt:
         with pytest.raises(errors.RestoreMismatchError, match="layers/0: wanted no pl"):
             resume(ckpt, around(Layers(0)))
@@ -262,7 +258,7 @@ class KeepsAverage(NamedTuple):
     count: Any
 
 
-def test_an_average_in_an_optimizer_comes_back_or_is_named(tmp_path):
+def test_restores_or_names_average_inside_optimizer(tmp_path):
     def state_of(ema, *before):
         inner = KeepsAverage(ema, jnp.ones((), jnp.int32))
         return {"params": PARAMS, "opt_state": (*before, ADAM.init(PARAMS), inner)}
@@ -273,7 +269,7 @@ def test_an_average_in_an_optimizer_comes_back_or_is_named(tmp_path):
             resume(ckpt, state_of(None, optax.EmptyState()))
 
 
-def test_params_and_moments_that_a_state_lacks_come_back_together(tmp_path):
+def test_restores_missing_params_and_moments_together(tmp_path):
     def state_of(params):
         return {"params": params, "opt_state": ADAM.init(params)}
 
@@ -287,20 +283,20 @@ def test_params_and_moments_that_a_state_lacks_come_back_together(tmp_path):
     "options",
     [{"items": ("w", "ema")}, {"transforms": [rename("ema/(.*)", r"average/\1")]}],
 )
-def test_items_and_transforms_of_a_run_bring_it_back(tmp_path, options):
+def test_restores_missing_branch_with_items_and_transforms(tmp_path, options):
     whole = {"w": {"k": W}, "ema": {"a": W, "b": {"c": W}}}
     with saved(tmp_path, whole, **options) as ckpt:
         for begin in ({"w": {"k": W}}, {"w": {"k": W}, "ema": None}):
             check_same(resume(ckpt, begin), whole)
 
 
-def test_staged_steps_bring_it_back(tmp_path):
+def test_restores_missing_branch_from_staged_step(tmp_path):
     whole = {"w": W, "ema": average()}
     with saved(tmp_path, whole, staging=tmp_path / "fast") as ckpt:
         check_same(resume(ckpt, {"w": W, "ema": None}), whole)
 
 
-def test_wide_leaves_come_back_whole_or_are_named(tmp_path):
+def test_restores_or_rejects_wide_leaves_in_empty_places(tmp_path):
     whole = {"w": W, "n": np.arange(3, dtype=np.int64)}
     with saved(tmp_path, whole) as ckpt:
         check_same(resume(ckpt, {"w": W, "n": None}), whole)
@@ -327,7 +323,7 @@ def begun(tmp_path, state):
     return on_step
 
 
-def test_other_types_than_at_the_beginning_are_reported_at_once(tmp_path, caplog):
+def test_warns_once_about_dtypes_changed_since_beginning(tmp_path, caplog):
     on_step = begun(
         tmp_path,
         {
@@ -355,21 +351,21 @@ def test_other_types_than_at_the_beginning_are_reported_at_once(tmp_path, caplog
 
 
 @pytest.mark.parametrize("late", [W, {"a": (W, 1)}])
-def test_a_place_that_fills_is_no_reason_to_warn(tmp_path, caplog, late):
+def test_does_not_warn_about_filled_empty_place(tmp_path, caplog, late):
     on_step = begun(tmp_path, {"w": W, "ema": None})
     on_step(1, {"w": W, "ema": late})
     on_step.close()
     assert not caplog.records
 
 
-def test_first_save_warns_of_classes_unknown_to_a_restart(tmp_path, caplog):
+def test_first_save_warns_about_classes_unknown_to_restart(tmp_path, caplog):
     on_step = begun(tmp_path, {"w": W, "m": None})
     on_step(1, {"w": W, "m": Named(W, W)})
     on_step.close()
     assert "m: wanted an empty place" in caplog.text
 
 
-def test_the_error_of_a_resume_names_no_cast_that_destroys_values(tmp_path):
+def test_resume_error_suggests_no_lossy_cast(tmp_path):
     begin = {"n": jnp.zeros(2, jnp.int32)}
     with (
         saved(tmp_path, {"n": jnp.full(2, 0.5)}) as ckpt,
@@ -383,7 +379,7 @@ def test_the_error_of_a_resume_names_no_cast_that_destroys_values(tmp_path):
 
 
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_resume_warns_of_dtype_conversions(tmp_path, caplog, types):
+def test_resume_warns_about_dtype_conversions(tmp_path, caplog, types):
     saved_type, begin_type = types
     with saved(tmp_path, {"w": W.astype(saved_type)}) as ckpt:
         resume(ckpt, {"w": W.astype(begin_type)})
@@ -392,9 +388,7 @@ def test_resume_warns_of_dtype_conversions(tmp_path, caplog, types):
 
 @pytest.mark.parametrize("later", [0.1, np.float64(0.1), np.array(0.1)])
 @pytest.mark.parametrize("begin", [np.float32(0), jnp.float32(0), jnp.bfloat16(0)])
-def test_a_number_that_a_restart_would_round_is_reported(
-    tmp_path, caplog, begin, later
-):
+def test_warns_about_number_rounded_by_restart(tmp_path, caplog, begin, later):
     on_step = begun(tmp_path, {"best": begin})
     on_step(1, {"best": later})
     on_step.close()
@@ -409,7 +403,7 @@ def test_a_number_that_a_restart_would_round_is_reported(
 
 @pytest.mark.parametrize("begin", [jnp.asarray(1.0), jnp.float32(1)])
 @pytest.mark.parametrize("later", [jnp.asarray(2.0), jnp.float32(2)])
-def test_an_array_comes_back_as_weak_as_it_was_saved(tmp_path, begin, later):
+def test_resume_keeps_saved_weak_type(tmp_path, begin, later):
     with saved(tmp_path, {"scale": later}) as ckpt:
         found = resume(ckpt, {"scale": begin})["scale"]
         assert found == later
@@ -418,7 +412,7 @@ def test_an_array_comes_back_as_weak_as_it_was_saved(tmp_path, begin, later):
         assert chosen.weak_type == begin.weak_type
 
 
-def test_a_resume_advises_no_transforms_that_it_does_not_take(tmp_path):
+def test_resume_error_qualifies_advice_on_source_transforms(tmp_path):
     with saved(tmp_path, {"s": {"a": W, "b": W}}) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
         with pytest.raises(errors.RestoreMismatchError) as told:
@@ -431,9 +425,7 @@ def test_a_resume_advises_no_transforms_that_it_does_not_take(tmp_path):
     ("begin", "later"),
     [(np.int32(0), 3), (0, np.int64(3)), (0.0, np.float64(0.1)), (np.float64(0), 0.1)],
 )
-def test_a_number_that_a_restart_keeps_is_no_reason_to_warn(
-    tmp_path, caplog, begin, later
-):
+def test_does_not_warn_about_number_kept_by_restart(tmp_path, caplog, begin, later):
     on_step = begun(tmp_path, {"best": begin})
     on_step(1, {"best": later})
     on_step.close()

@@ -39,7 +39,7 @@ PARAMS = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [4, -0.5])
-def test_moments_are_those_of_the_scaled_parameters(name, factor):
+def test_scaled_moments_match_training_of_scaled_parameters(name, factor):
     """A model with parameters 4 times as large has gradients a quarter as large."""
     tx = OPTIMIZERS[name]
 
@@ -64,7 +64,7 @@ def test_moments_are_those_of_the_scaled_parameters(name, factor):
         np.testing.assert_allclose(value, found[path], rtol=2e-5, err_msg=path)
 
 
-def test_copies_of_parameters_change_as_the_parameters():
+def test_copies_of_parameters_change_like_parameters():
     tx = optax.contrib.schedule_free_adamw(1e-3)
     state = state_of("dict", PARAMS, tx)
     before = table_of(state)
@@ -88,7 +88,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_moments_of_unknown_meaning_start_afresh_and_are_named(name, caplog):
+def test_leaves_out_and_names_moments_of_unknown_meaning(name, caplog):
     """Nothing tells momentum of gradients from momentum of updates."""
     state = state_of("dict", PARAMS, UNKNOWN[name])
     before = table_of(state)
@@ -106,7 +106,7 @@ def test_moments_of_unknown_meaning_start_afresh_and_are_named(name, caplog):
 
 
 @pytest.mark.parametrize("make", [optax.adam, optax.adamax])
-def test_norms_of_adamax_are_not_scaled_as_squares_without_a_word(make, caplog):
+def test_warns_about_scaling_nu_as_squares(make, caplog):
     state = state_of("dict", PARAMS, make(1e-3))
     before = table_of(state)
     found = transformed([scale("params/w", -2)], state)
@@ -131,7 +131,7 @@ def test_norms_of_adamax_are_not_scaled_as_squares_without_a_word(make, caplog):
         scale("params/w", 2, nu="norm")
 
 
-def test_moments_without_roles_are_known_by_their_fields():
+def test_recognizes_moments_without_roles_by_fields():
     params = {"w": np.full(3, 8, np.float32)}
     state = {"params": params, "opt_state": {"0": {"mu": params, "nu": params}}}
     found = transformed([scale("params/w", 2)], state)
@@ -149,7 +149,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_moments_of_the_same_names_start_afresh(name):
+def test_leaves_out_other_moments_with_same_names(name):
     state = {"params": {"w": np.ones((4, 3))}, "opt_state": {"0": OTHERS[name]}}
     found = transformed([scale("params/w", 2)], state)
     kept = [path for path in found if path.startswith("opt_state")]
@@ -160,7 +160,7 @@ def test_other_moments_of_the_same_names_start_afresh(name):
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint16", "complex64", "float64"])
 @pytest.mark.parametrize("x64", [False, True])
-def test_types_are_kept(dtype, x64):
+def test_offset_keeps_dtypes(dtype, x64):
     with jax.enable_x64(x64):
         state = {"a": np.arange(5).astype(dtype), "n": np.float32(2), "i": 3, "f": 1.5}
         found = transformed([offset(".*", 2)], state)
@@ -186,7 +186,7 @@ def test_scale_and_offset_reject_unsuitable_dtypes():
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1),
     power=st.integers(-8, 8),
 )
-def test_powers_of_two_are_undone_exactly(values, power):
+def test_inverse_undoes_powers_of_two_exactly(values, power):
     value = np.array(values, np.float32)
     value[np.abs(value) < 1e-30] = 0  # else subnormal on the way
     state = {"a": value}

@@ -17,7 +17,7 @@ from tests.transforms.states import round_trip, state_of, table_of, transformed
 SPLIT_HEADS = "(h d) e -> e h d"
 
 
-def test_a_plan_knows_the_new_shape_before_anything_is_read(tmp_path):
+def test_plan_knows_new_shape_before_reading(tmp_path):
     flaxckpt.save(tmp_path / "c", {"q": jnp.ones((6, 4))})
     wanted = {"q": jax.ShapeDtypeStruct((4, 3, 2), jnp.float32)}
     change = reshape("q", SPLIT_HEADS, h=3)
@@ -30,7 +30,7 @@ def test_a_plan_knows_the_new_shape_before_anything_is_read(tmp_path):
         )
 
 
-def test_an_inverse_without_its_sizes_names_them():
+def test_error_of_inverse_names_missing_sizes():
     joined = reshape("a", "h d e -> (h d) e")
     with pytest.raises(errors.OptionError, match=r"\(h d\).*pass h= or d="):
         transforms.inverse([joined])
@@ -41,7 +41,7 @@ def test_an_inverse_without_its_sizes_names_them():
         transforms.inverse([reshape("a", (2, -1))])
 
 
-def test_a_size_of_an_axis_is_checked():
+def test_rejects_wrong_axis_size():
     with pytest.raises(errors.OptionError, match="3 != 2"):
         transformed(
             [reshape("a", "h d -> (h d)", h=2)], {"a": np.ones((3, 4), np.float32)}
@@ -58,14 +58,14 @@ def test_a_size_of_an_axis_is_checked():
         ("(a b c) -> c (a b)", {"a": 2, "b": 3}, (12,), (2, 6)),
     ],
 )
-def test_empty_and_unit_axes(form, sizes, shape, wanted):
+def test_reshapes_empty_and_unit_axes(form, sizes, shape, wanted):
     change = reshape("a", form, **sizes)
     state = {"a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape)}
     assert transformed([change], state)["a"].shape == wanted
     assert round_trip([change], state)["a"].tolist() == state["a"].tolist()
 
 
-def test_prng_keys_are_reshaped():
+def test_reshapes_prng_keys():
     keys = jax.random.split(jax.random.key(0), 6)
     found = transformed([reshape("k", "(a b) -> b a", a=2)], {"k": keys})["k"]
     wanted = jax.random.key_data(keys).reshape(2, 3, -1).swapaxes(0, 1)
@@ -75,7 +75,7 @@ def test_prng_keys_are_reshaped():
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=4)
 
 
-def test_factored_moments_follow_forms_that_only_transpose():
+def test_factored_moments_follow_pure_transpositions():
     state = state_of("dict", {"w": jnp.ones((8, 24))}, FACTORED)
     turned = transformed([reshape("params/w", "a b -> b a")], state)
     [row] = [v for p, v in table_of(state).items() if "v_row" in p]
@@ -102,7 +102,7 @@ def test_norms_follow_any_rearrangement(change):
     assert transformed([change], state)[norm] == table_of(state)[norm] != 0
 
 
-def test_rope_halves_by_a_permutation_and_by_a_form():
+def test_permutation_and_form_split_rope_halves_equally():
     state = state_of("dict", {"q": jnp.ones((8, 3))}, optax.adam(1e-3))
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     by_order = transformed([permute("params/q", order)], state)
@@ -147,7 +147,7 @@ def forms(draw):
 
 @pytest.mark.slow
 @given(case=forms())
-def test_any_form_is_that_of_einops_and_is_undone(case):
+def test_any_form_matches_einops_and_is_undone(case):
     form, sizes, shape = case
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     change = reshape("a", form, **sizes)
@@ -162,7 +162,7 @@ def test_any_form_is_that_of_einops_and_is_undone(case):
 
 
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
-def test_grouped_queries_are_split_in_unequal_parts(kind):
+def test_splits_grouped_queries_into_unequal_parts(kind):
     """4 heads of queries share 2 heads of keys and values, of 3 entries each."""
     state = state_of(kind, {"qkv": jnp.ones((24, 5))}, optax.adamw(1e-3))
     parts = [rf"params/{name}" for name in "qkv"]
@@ -184,7 +184,7 @@ def test_grouped_queries_are_split_in_unequal_parts(kind):
         np.testing.assert_array_equal(value, back[path], err_msg=path)
 
 
-def test_parts_are_split_along_an_axis_of_a_form():
+def test_splits_parts_along_axis_of_form():
     """Each group has its queries, its key and its value side by side."""
     state = state_of("dict", {"qkv": jnp.ones((2 * 4 * 3, 5))}, optax.adamw(1e-3))
     parts = [rf"params/{name}" for name in "qkv"]

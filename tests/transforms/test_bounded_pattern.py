@@ -66,12 +66,12 @@ def test_matches_patterns_of_adapters(pattern, text, found):
         ("(" * 30 + ")" * 30, "nested"),
     ],
 )
-def test_refuses_other_patterns(pattern, why):
+def test_rejects_other_patterns(pattern, why):
     with pytest.raises(ValueError, match=why):
         bounded_pattern.Matcher().matches(pattern, "a" * 200)
 
 
-def test_the_patterns_of_a_file_share_their_steps():
+def test_patterns_of_file_share_step_limit():
     matcher = bounded_pattern.Matcher()
     with pytest.raises(ValueError, match="steps"):
         [matcher.matches("(.*.*.*.*){20}x", "a" * 300) for _ in range(100)]
@@ -81,6 +81,6 @@ ends = st.lists(st.sampled_from(["a", "b", ".", r"\.", "a*"]), max_size=4)
 
 
 @given(ends.map("".join), st.text("ab.", max_size=6))
-def test_the_end_of_a_name_is_matched_as_peft_does(pattern, name):
+def test_matches_end_of_name_like_peft(pattern, name):
     found = bool(re.match(rf"(.*\.)?({pattern})$", name))
     assert bounded_pattern.Matcher().matches_end(pattern, name) == found

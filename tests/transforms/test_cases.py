@@ -46,7 +46,7 @@ def assert_equal(wanted, found):
 
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_moments_change(name, kind):
+def test_transforms_change_values_and_moments(name, kind):
     case, state = CASES[name], state_for([name], kind)
     before, after = table_of(state), transformed([case.change], state)
 
@@ -95,7 +95,7 @@ def test_factored_moments_that_follow_are_those_of_the_new_gradients(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_inverse_gives_all_back_or_is_refused(name):
+def test_inverse_restores_everything_or_is_rejected(name):
     state = state_for([name])
     if CASES[name].is_undone:
         assert_equal(table_of(state), round_trip([CASES[name].change], state))
@@ -111,14 +111,14 @@ def test_the_inverse_gives_all_back_or_is_refused(name):
     names=st.permutations(UNDONE),
     count=st.integers(2, len(UNDONE)),
 )
-def test_any_transforms_after_another_are_undone(x64, kind, names, count):
+def test_inverse_undoes_any_sequence_of_transforms(x64, kind, names, count):
     with jax.enable_x64(x64):
         state = state_for(names[:count], kind, jnp.float64 if x64 else jnp.float32)
         changes = [CASES[name].change for name in names[:count]]
         assert_equal(table_of(state), round_trip(changes, state))
 
 
-def test_ties_come_back_as_copies():
+def test_inverse_of_tie_restores_copies():
     params = {name: jnp.ones((3, 2)) for name in ("embed", "head")}
     state = state_of("dict", params, optax.adamw(1e-3))
     state["params"]["head"] = state["params"]["embed"]
@@ -130,7 +130,7 @@ def test_ties_come_back_as_copies():
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
 @pytest.mark.parametrize("name", UNDONE)
-def test_a_run_that_saves_another_form_restores_its_own(tmp_path, name, kind):
+def test_run_restores_its_own_form_from_transformed_steps(tmp_path, name, kind):
     state, changes = state_for([name], kind), [CASES[name].change]
     with flaxckpt.Checkpointer(tmp_path, transforms=changes) as run:
         run.save(1, state)
@@ -143,7 +143,7 @@ ALL = [*(case.change for case in CASES.values()), *OTHERS]
 
 
 @pytest.mark.parametrize("change", ALL, ids=str)
-def test_a_transform_reads_as_the_call_that_makes_it(change):
+def test_str_of_transform_is_call_creating_it(change):
     if name_of(change) != "map_leaf":  # whose function has no text
         again = eval(str(change), vars(transforms).copy())
         assert str(again) == str(change)
@@ -156,9 +156,7 @@ def test_the_table_has_all_transforms_on_leaves_of_their_own():
 
 
 @pytest.mark.parametrize(("changes", "says"), MISFITS)
-def test_misfits_are_refused_before_anything_is_read(
-    tmp_path, monkeypatch, changes, says
-):
+def test_rejects_misfits_before_reading(tmp_path, monkeypatch, changes, says):
     flaxckpt.save(tmp_path / "c", misfit_state())
     seams.replace(monkeypatch, "arrays.read", None)
     with pytest.raises(errors.OptionError) as caught:

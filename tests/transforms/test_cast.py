@@ -23,7 +23,7 @@ STATE = {
 }
 
 
-def test_params_only_may_be_saved_in_another_type(tmp_path):
+def test_saves_only_params_in_another_dtype(tmp_path):
     narrow = [cast("params/.*", "bfloat16")]
     flaxckpt.save(tmp_path / "c", STATE, transforms=narrow)
     found = flaxckpt.load(tmp_path / "c")
@@ -35,7 +35,7 @@ def test_params_only_may_be_saved_in_another_type(tmp_path):
     assert flaxckpt.metadata(tmp_path / "c").leaves["params/w"].dtype == "bfloat16"
 
 
-def test_a_checkpointer_casts_at_every_save(tmp_path):
+def test_checkpointer_casts_at_every_save(tmp_path):
     narrow = [cast(".*", jnp.bfloat16)]
     with flaxckpt.Checkpointer(tmp_path, transforms=narrow) as ckpt:
         ckpt.save(1, STATE)
@@ -52,7 +52,7 @@ def test_a_checkpointer_casts_at_every_save(tmp_path):
         assert found["params"]["w"].dtype == jnp.float32
 
 
-def test_a_cast_on_restore_decides_where_no_state_is_given(tmp_path):
+def test_cast_on_load_applies_only_without_state(tmp_path):
     flaxckpt.save(tmp_path / "c", STATE)
     found = flaxckpt.load(tmp_path / "c", transforms=[cast("params/w", "float16")])
     strategies.assert_same_bits(
@@ -65,7 +65,7 @@ def test_a_cast_on_restore_decides_where_no_state_is_given(tmp_path):
     strategies.assert_same(STATE, found)
 
 
-def test_integers_are_cast_only_if_loss_is_allowed(tmp_path):
+def test_casts_integers_only_with_lossy(tmp_path):
     for dtype in ("int8", "uint32"):
         with pytest.raises(errors.OptionError, match="params/ids"):
             flaxckpt.save(tmp_path / "c", STATE, transforms=[cast("params/ids", dtype)])
@@ -77,13 +77,13 @@ def test_integers_are_cast_only_if_loss_is_allowed(tmp_path):
     np.testing.assert_array_equal(found, np.arange(3))
 
 
-def test_a_float_is_not_cut_to_an_integer_in_silence(tmp_path):
+def test_rejects_silent_cast_of_float_to_integer(tmp_path):
     with pytest.raises(errors.OptionError, match="lossy=True"):
         flaxckpt.save(tmp_path / "c", STATE, transforms=[cast("params/w", "int32")])
 
 
 @pytest.mark.parametrize("pattern", ["params/weight", "w", "(", "param"])
-def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, pattern):
+def test_rejects_pattern_without_match_and_unknown_dtype(tmp_path, pattern):
     with pytest.raises(
         errors.OptionError, match=r"params/w|regular expression|no leaf"
     ):
@@ -96,7 +96,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, pattern):
     hnp.arrays(st.sampled_from(("float16", "float32", "float64")), strategies.shapes),
     st.sampled_from(("float16", "bfloat16", "float32", "float64", "float8_e5m2")),
 )
-def test_casting_on_the_way_is_casting(tmp_path_factory, array, dtype):
+def test_casts_on_save_and_load_like_numpy(tmp_path_factory, array, dtype):
     """On save and on restore, as numpy would."""
     path = tmp_path_factory.mktemp("cast")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -114,7 +114,7 @@ def test_casting_on_the_way_is_casting(tmp_path_factory, array, dtype):
             )
 
 
-def test_a_cast_leaf_keeps_every_shard(tmp_path):
+def test_cast_leaf_keeps_sharding(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     array = jax.device_put(jnp.arange(64.0), NamedSharding(mesh, P("x")))
     flaxckpt.save(tmp_path / "c", {"w": array}, transforms=[cast("w", "bfloat16")])

@@ -59,7 +59,7 @@ CASES = {  # weight, scales, the size of blocks on each axis
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("end", ["_scale", "_scale_inv"])
-def test_weights_are_multiplied_by_blocks(name, end, x64):
+def test_multiplies_weights_by_block_scales(name, end, x64):
     weight, scale, blocks = CASES[name]
     state = freeze({"layer": {"weight": weight, f"weight{end}": scale}})
     with jax.enable_x64(x64):
@@ -70,7 +70,7 @@ def test_weights_are_multiplied_by_blocks(name, end, x64):
 
 
 @pytest.mark.parametrize("scale", [np.float32(0.5), np.full(1, 0.5, "f4")])
-def test_a_scale_of_the_whole_weight_and_a_row_of_scales(scale, tmp_path):
+def test_accepts_scalar_scale_and_row_of_scales(scale, tmp_path):
     rows = scales(6)
     state = {
         "whole": {"weight": values(6, 6), "weight_scale": jnp.asarray(scale)},
@@ -83,7 +83,7 @@ def test_a_scale_of_the_whole_weight_and_a_row_of_scales(scale, tmp_path):
     )
 
 
-def test_the_result_is_planned_and_rounded_once(tmp_path):
+def test_plans_and_rounds_result_once(tmp_path):
     weight, scale, blocks = CASES["deepseek"]
     flaxckpt.save(
         tmp_path / "c",
@@ -116,7 +116,7 @@ def test_the_result_is_planned_and_rounded_once(tmp_path):
     np.testing.assert_array_equal(found["up"]["kernel"], exact.astype(jnp.bfloat16))
 
 
-def test_a_conversion_writes_weights_of_the_wanted_type(tmp_path):
+def test_convert_writes_weights_of_requested_dtype(tmp_path):
     weight, scale, blocks = CASES["experts"]
     flaxckpt.save(tmp_path / "c", {"w": {"weight": weight, "weight_scale": scale}})
     out = tmp_path / "out.safetensors"
@@ -127,7 +127,7 @@ def test_a_conversion_writes_weights_of_the_wanted_type(tmp_path):
     np.testing.assert_array_equal(found["weight"], wanted)
 
 
-def test_other_names_and_other_blocks():
+def test_accepts_other_names_and_blocks():
     weight, scale = values(6, 8), scales(3, 2)
     state = {"a": {"w": weight, "factor": scale}, "b": {"w": np.ones(2, "f4")}}
     change = dequantize("(.*)/w", scale=r"\1/factor", block=4)
@@ -149,7 +149,7 @@ def test_other_names_and_other_blocks():
         ((6, 8), (3, 2), "such as 2 x 4, are not square"),
     ],
 )
-def test_blocks_of_several_sizes_are_asked_about(shape, counts, says):
+def test_asks_for_ambiguous_block_size(shape, counts, says):
     state = {"a": {"w": values(*shape), "w_scale": scales(*counts)}}
     with pytest.raises(errors.OptionError, match=rf"a/w: .*{says}.*: pass block="):
         transformed([dequantize()], state)
@@ -185,7 +185,7 @@ def test_blocks_of_several_sizes_are_asked_about(shape, counts, says):
         ),
     ],
 )
-def test_error_names_the_misfit_of_quantized_weights(state, says):
+def test_error_names_misfit_of_quantized_weights(state, says):
     with pytest.raises(errors.OptionError, match=says) as caught:
         transformed([dequantize()], state)
     assert str(caught.value).count("\n") < 15
@@ -233,7 +233,7 @@ OTHER_SCHEMES = {  # the leaves of a layer, and the leaf that is named
 
 
 @pytest.mark.parametrize("name", OTHER_SCHEMES)
-def test_leaves_of_other_schemes_are_listed(name):
+def test_error_lists_leaves_of_other_schemes(name):
     layer, path = OTHER_SCHEMES[name]
     with pytest.raises(errors.OptionError) as caught:
         transformed([dequantize()], {"l": layer, "norm": np.ones(3, "f4")})
@@ -242,12 +242,12 @@ def test_leaves_of_other_schemes_are_listed(name):
     assert row.endswith("beside it, of another scheme")
 
 
-def test_there_is_no_inverse_and_the_error_says_why():
+def test_error_explains_missing_inverse():
     with pytest.raises(errors.OptionError, match="the scales are gone"):
         transforms.inverse([dequantize()])
 
 
-def test_options_are_checked():
+def test_rejects_invalid_options():
     for options in ({"dtype": "int8"}, {"block": 0}, {"block": (2, 0)}):
         with pytest.raises(errors.OptionError):
             dequantize(**options)

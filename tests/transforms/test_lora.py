@@ -50,7 +50,7 @@ def randomized(model, seed=0):
     return nnx.merge(graph, treedef.unflatten(new))
 
 
-def test_adapters_of_nnx_are_merged(tmp_path):
+def test_merges_nnx_adapters(tmp_path):
     model = randomized(Model(nnx.Rngs(0)))
     tx = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
     flaxckpt.save(tmp_path / "c", {"model": model, "optimizer": tx})
@@ -70,7 +70,7 @@ def test_adapters_of_nnx_are_merged(tmp_path):
     )
 
 
-def test_moments_of_adapters_go_and_moments_of_weights_stay():
+def test_drops_moments_of_adapters_and_keeps_moments_of_weights():
     model = randomized(Model(nnx.Rngs(0)))
     tx = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     state = {"model": model, "optimizer": tx}
@@ -106,7 +106,7 @@ def beside_another_kernel(rngs):
 @pytest.mark.parametrize(
     "make", [a_root_lora_linear, a_root_lora, Own, beside_another_kernel]
 )
-def test_the_weight_of_an_adapter_of_nnx_is_found_by_structure(make):
+def test_finds_weight_of_nnx_adapter_by_structure(make):
     model = randomized(make(nnx.Rngs(0)))
     before, after = table_of(model), transformed([merge_lora()], model)
     assert after.keys() == {path for path in before if "lora_" not in path}
@@ -118,7 +118,7 @@ def test_the_weight_of_an_adapter_of_nnx_is_found_by_structure(make):
     np.testing.assert_allclose(before[changed] + a @ b, after[changed], rtol=1e-5)
 
 
-def test_the_weight_around_an_adapter_with_a_module_is_not_its_own(tmp_path):
+def test_does_not_merge_adapter_into_weight_around_its_module(tmp_path):
     """The adapted module has no kernel itself, and the module around has one."""
 
     class Around(nnx.Module):
@@ -154,7 +154,7 @@ QWIX = [  # shapes of a kernel and of its two parts, and the product
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "a", "b", "product"), QWIX)
-def test_adapters_of_qwix_of_any_layout(shape, a, b, product):
+def test_merges_qwix_adapters_of_any_layout(shape, a, b, product):
     state = {
         "q": {
             "w": np.random.default_rng(0).normal(size=shape).astype(np.float32),
@@ -177,7 +177,7 @@ def test_adapters_of_qwix_of_any_layout(shape, a, b, product):
         ((4, 5), (4, 2), (3, 5), "in no way"),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused(shape, a, b, why):
+def test_rejects_misfit_adapters(shape, a, b, why):
     state = {"w": np.ones(shape), "w_lora_a": np.ones(a), "w_lora_b": np.ones(b)}
     with pytest.raises(errors.OptionError, match=why) as caught:
         transformed([merge_lora(alpha=1)], state)
@@ -214,7 +214,7 @@ def test_merge_lora_names_missing_parts():
             transformed([change], state)
 
 
-def test_there_is_no_inverse():
+def test_merge_lora_has_no_inverse():
     with pytest.raises(errors.OptionError, match="cannot be inverted"):
         transforms.inverse([merge_lora(alpha=1)])
     assert str(merge_lora(alpha=2, rank=3)) == "merge_lora(alpha=2, rank=3)"
@@ -246,7 +246,7 @@ def base_and_adapter(tmp_path, dtype="float32", **config):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_directory_of_an_adapter_gives_all_numbers(tmp_path, dtype):
+def test_reads_all_numbers_from_adapter_directory(tmp_path, dtype):
     base, a, b = base_and_adapter(tmp_path, dtype, use_rslora=True)
     changes = [merge_lora(tmp_path / "adapter")]
     found = flaxckpt.load(tmp_path / "base.safetensors", transforms=changes)["model"]
@@ -261,7 +261,7 @@ def test_a_directory_of_an_adapter_gives_all_numbers(tmp_path, dtype):
     np.testing.assert_array_equal(base["bias"], found["q"]["bias"])
 
 
-def test_an_adapter_may_be_merged_as_leaves_first(tmp_path):
+def test_merges_adapter_given_as_leaves(tmp_path):
     base_and_adapter(tmp_path)
     apart = [merge(tmp_path / "adapter"), merge_lora(alpha=4)]
     at_once = [merge_lora(tmp_path / "adapter")]
@@ -272,7 +272,7 @@ def test_an_adapter_may_be_merged_as_leaves_first(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_an_adapter_in_the_cache_of_the_hub_is_merged(tmp_path):
+def test_merges_adapter_in_hub_cache(tmp_path):
     """The cache has symlinks from `snapshots/<commit>/` into `blobs/`."""
     base_and_adapter(tmp_path)
     plain = flaxckpt.load(
@@ -308,7 +308,7 @@ def test_an_adapter_in_the_cache_of_the_hub_is_merged(tmp_path):
         ({"fan_in_fan_out": True}, "its product has the shape"),
     ],
 )
-def test_configurations_that_cannot_be_merged_are_refused(tmp_path, config, why):
+def test_rejects_unsupported_adapter_configs(tmp_path, config, why):
     base_and_adapter(tmp_path, **config)
     with pytest.raises(errors.OptionError, match=why):
         flaxckpt.load(
@@ -316,7 +316,7 @@ def test_configurations_that_cannot_be_merged_are_refused(tmp_path, config, why)
         )
 
 
-def test_a_lost_or_damaged_configuration_is_named(tmp_path):
+def test_error_names_missing_or_damaged_config(tmp_path):
     base_and_adapter(tmp_path)
     config = tmp_path / "adapter/adapter_config.json"
     for content in (b"{", b"[" * 100_000, b'{"r": 1, "r": 2}', b" " * 2**21, None):

@@ -21,7 +21,7 @@ PATTERN = r"params/l_(\d+)"
 
 
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
-def test_blocks_of_two_layers_are_stacked_and_unstacked(tmp_path, kind):
+def test_stacks_and_unstacks_even_and_odd_layers(tmp_path, kind):
     state = state_of(kind, {**layers(6), "b": jnp.ones(3)}, optax.adamw(1e-3))
     changes = [
         stack(PATTERN, "params/even", stride=2),
@@ -52,7 +52,7 @@ def test_blocks_of_two_layers_are_stacked_and_unstacked(tmp_path, kind):
     size=st.integers(1, 4),
     is_bounded=st.booleans(),
 )
-def test_any_numbers_are_undone(count, start, stride, size, is_bounded):
+def test_inverse_undoes_stack_of_any_numbers(count, start, stride, size, is_bounded):
     state = {"params": {k: np.full(2, i) for i, k in enumerate(layers(count))}}
     stop = start + size if is_bounded else None
     change = stack(PATTERN, "params/s", start=start, stride=stride, stop=stop)
@@ -71,13 +71,13 @@ def test_any_numbers_are_undone(count, start, stride, size, is_bounded):
     }
 
 
-def test_a_part_between_two_is_missed():
+def test_error_names_missing_part_between_two():
     state = {f"l_{i}": np.ones(2) for i in (0, 2, 6)}
     with pytest.raises(errors.OptionError, match="lacks part 4; found l_0, l_2"):
         transformed([stack(r"l_(\d)", "l", stride=2)], state)
 
 
-def test_an_axis_with_other_rows_than_numbers_is_refused():
+def test_unstack_rejects_unequal_rows_and_numbers():
     state = {"l": np.ones((4, 2))}
     with pytest.raises(errors.OptionError, match="4 rows, but there are 3 numbers"):
         transformed([unstack("l", "l_{i}", start=1, stride=2, stop=7)], state)
@@ -86,7 +86,7 @@ def test_an_axis_with_other_rows_than_numbers_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
-def test_experts_are_stacked_in_each_layer_and_then_the_layers(kind):
+def test_stacks_experts_in_each_layer_and_then_layers(kind):
     params = {
         f"{layer}.experts.{expert}.w{n}": jnp.ones((2, 3))
         for layer in range(2)

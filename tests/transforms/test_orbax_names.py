@@ -145,7 +145,7 @@ def classes(state):
 # ---- with Orbax ---------------------------------------------------------------------
 
 
-def test_orbax_restores_the_state_under_its_own_names(tmp_path, state):
+def test_orbax_restores_state_under_its_own_names(tmp_path, state):
     flaxckpt.save(tmp_path / "ours", state, transforms=NAMES)
     orbax_saved(tmp_path / "orbax", state)
     assert names(tmp_path / "ours" / "state") == names(tmp_path / "orbax")
@@ -167,7 +167,7 @@ def test_flaxckpt_restores_all_names(tmp_path, state, source, undone):
     assert {leaf.actions[0] for leaf in plan.leaves.values()} == {"loaded"}
 
 
-def test_the_classes_come_back_without_a_template(tmp_path, state):
+def test_load_without_template_restores_classes(tmp_path, state):
     flaxckpt.save(tmp_path / "plain", state)
     flaxckpt.save(tmp_path / "renamed", state, transforms=NAMES)
     wanted = flaxckpt.load(tmp_path / "plain")
@@ -180,7 +180,7 @@ def test_the_classes_come_back_without_a_template(tmp_path, state):
     assert classes(found) == classes(wanted)
 
 
-def test_a_pure_dict_takes_the_values_of_variables(tmp_path):
+def test_pure_dict_takes_values_of_variables(tmp_path):
     state = nnx.state(Plain(nnx.Rngs(0)))
     flaxckpt.save(tmp_path / "c", state, transforms=NAMES)
     orbax_saved(tmp_path / "orbax", state)
@@ -190,7 +190,7 @@ def test_a_pure_dict_takes_the_values_of_variables(tmp_path):
             check(flaxckpt.load(path, blank(wanted), transforms=undo), wanted)
 
 
-def test_a_module_comes_back_with_its_sharing(tmp_path):
+def test_restores_module_with_its_sharing(tmp_path):
     model = Plain(nnx.Rngs(0))
     model.layers[1] = model.layers[0]
     flaxckpt.save(tmp_path / "c", model, transforms=NAMES)
@@ -202,7 +202,7 @@ def test_a_module_comes_back_with_its_sharing(tmp_path):
     check(nnx.state(found), nnx.state(model))
 
 
-def test_a_checkpoint_is_converted_to_the_names_of_orbax_and_back(tmp_path, state):
+def test_converts_checkpoint_to_orbax_names_and_back(tmp_path, state):
     flaxckpt.save(tmp_path / "ours", state)
     flaxckpt.convert(tmp_path / "ours", tmp_path / "theirs", transforms=NAMES)
     check(orbax_restored(tmp_path / "theirs" / "state", state), state)
@@ -214,7 +214,7 @@ def test_a_checkpoint_is_converted_to_the_names_of_orbax_and_back(tmp_path, stat
     check(flaxckpt.load(tmp_path / "theirs", blank(state)), state)
 
 
-def test_a_manager_with_our_handler_saves_the_names(tmp_path):
+def test_checkpoint_manager_with_our_handler_saves_orbax_names(tmp_path):
     state = train_state()
     handler = CheckpointHandler(transforms=NAMES)
     with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
@@ -227,7 +227,7 @@ def test_a_manager_with_our_handler_saves_the_names(tmp_path):
 # ---- in a run -----------------------------------------------------------------------
 
 
-def test_a_run_resumes_from_its_own_steps_and_those_of_orbax(tmp_path, state):
+def test_run_resumes_from_its_own_and_orbax_steps(tmp_path, state):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(state))
     with flaxckpt.Checkpointer(tmp_path, items="default", transforms=NAMES) as run:
@@ -241,7 +241,7 @@ def test_a_run_resumes_from_its_own_steps_and_those_of_orbax(tmp_path, state):
             check(manager.restore(step, args=args), state)
 
 
-def test_no_leaf_is_lost_when_a_run_resumes(tmp_path, caplog, state):
+def test_resumed_run_loses_no_leaf(tmp_path, caplog, state):
     kinds = [NAMES]
     if all(x.dtype == jnp.float32 for x in jax.tree.leaves(state)):
         kinds.append([cast(".*", "bfloat16"), *NAMES])
@@ -285,7 +285,7 @@ def test_moments_stay_with_their_parameters(tmp_path, name):
     }
 
 
-def test_moments_are_found_in_another_chain_and_follow_transforms(tmp_path):
+def test_finds_moments_in_another_chain_and_transforms_them(tmp_path):
     params = in_variables({"w": jnp.arange(6.0).reshape(2, 3)})
     tx = optax.adam(1e-2)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -345,7 +345,7 @@ def join(names):
         {"raw_value": np.arange(0), "value": {"raw_value": np.arange(0)}}, names=()
     )
 )
-def test_names_are_those_of_jax_and_come_back(tree):
+def test_names_match_jax_and_are_undone(tree):
     table = leaf_table(tree)
     renamed = apply(NAMES, table)
     paths, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -368,7 +368,7 @@ def test_names_are_those_of_jax_and_come_back(tree):
         ]
 
 
-def test_the_names_are_added_after_other_transforms():
+def test_adds_names_after_other_transforms():
     table = leaf_table({"params": in_variables({"dense": {"kernel": np.ones((2, 3))}})})
     for change, wanted in (
         (rename("params/(.*)", r"model/\1"), "model/dense/kernel/value"),
@@ -379,7 +379,7 @@ def test_the_names_are_added_after_other_transforms():
         assert [*apply([change, *NAMES], table)] == [wanted]
 
 
-def test_names_that_collide_are_an_error():
+def test_colliding_names_raise_error():
     table = leaf_table({"a": nnx.Param({"b": np.ones(1)}), "c": np.ones(2)})
     with pytest.raises(errors.OptionError, match=r"a/value/b: by a/b, a/value/b"):
         apply([rename("c", "a/value/b"), *NAMES], table)

@@ -19,7 +19,7 @@ def convert(directory, *texts, code=0):
     return command_line.run(*given, code=code)
 
 
-def test_texts_become_transforms_in_order(tmp_path):
+def test_parses_texts_into_transforms_in_order(tmp_path):
     convert(
         tmp_path,
         "--cast=dense/weight=bfloat16",
@@ -50,5 +50,5 @@ def test_texts_become_transforms_in_order(tmp_path):
         ("--only=(", "regular expression"),
     ],
 )
-def test_wrong_texts_are_refused(tmp_path, text, message):
+def test_rejects_invalid_texts(tmp_path, text, message):
     assert message in convert(tmp_path, text, code=2)

@@ -71,7 +71,7 @@ CHAINS = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHAINS)
-def test_transforms_compute_in_the_wider_type_of_the_state(tmp_path, name):
+def test_transforms_compute_in_wider_dtype_of_state(tmp_path, name):
     changes, wanted = CHAINS[name]
     [found] = restored(tmp_path, {"a": SMALL}, changes, "float32")
     assert found.dtype == np.float32
@@ -82,7 +82,7 @@ def test_transforms_compute_in_the_wider_type_of_the_state(tmp_path, name):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-def test_narrow_results_are_rounded_once(tmp_path, name, dtype):
+def test_rounds_narrow_results_once(tmp_path, name, dtype):
     changes, wanted = CHAINS[name]
     [found] = restored(tmp_path, {"a": SMALL}, changes, dtype)
     assert found.dtype == (dtype or "bfloat16")
@@ -113,14 +113,14 @@ def test_all_transforms_round_once(tmp_path, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", None])
-def test_a_single_state_for_narrower_or_equal_types_is_rounded_once(tmp_path, dtype):
+def test_rounds_float32_once_for_narrower_or_equal_dtype(tmp_path, dtype):
     values = RANDOM.standard_normal((4, 6)).astype(np.float32)
     [found] = restored(tmp_path, {"a": values}, [scale("a", 1 / 3)], dtype)
     wanted = (values * THIRD).astype(dtype or "float32")
     np.testing.assert_array_equal(wanted, found)
 
 
-def test_doubles_are_computed_in_doubles(tmp_path):
+def test_computes_float64_in_float64(tmp_path):
     values = RANDOM.standard_normal(9)
     [found] = restored(tmp_path, {"a": values}, [scale("a", 1 / 3)], None)
     assert found.dtype == np.float64
@@ -132,7 +132,7 @@ def test_doubles_are_computed_in_doubles(tmp_path):
 
 
 @pytest.mark.parametrize("small", ["bfloat16", "float8_e4m3fn", "float16"])
-def test_stacks_of_changed_and_unchanged_leaves(tmp_path, small):
+def test_stack_keeps_precision_of_changed_and_unchanged_leaves(tmp_path, small):
     a, b = SMALL.astype(small), (SMALL + 1).astype(small)
     changes = [scale("l_0", 1 / 3), stack(r"l_(\d)", "l")]
     [found] = restored(tmp_path, {"l_0": a, "l_1": b}, changes, "float32", ["l"])
@@ -140,14 +140,14 @@ def test_stacks_of_changed_and_unchanged_leaves(tmp_path, small):
     np.testing.assert_array_equal(wanted, found)
 
 
-def test_split_and_tied_leaves_keep_the_computed_precision(tmp_path):
+def test_split_and_tied_leaves_keep_computed_precision(tmp_path):
     changes = [offset("a|b", 1.0), tie("b", "a"), split("a", ["x", "y"], axis=0)]
     state = {"a": SMALL, "b": SMALL}
     found = restored(tmp_path, state, changes, "float32", ["x", "y"])
     np.testing.assert_array_equal(SINGLE + 1, np.concatenate(found))
 
 
-def test_new_rows_are_the_mean_in_the_type_of_the_state(tmp_path):
+def test_grow_computes_mean_rows_in_dtype_of_state(tmp_path):
     [found] = restored(tmp_path, {"a": SMALL}, [grow("a", 0, 5)], "float32")
     np.testing.assert_array_equal(SINGLE, found[:4])
     np.testing.assert_allclose(SINGLE.mean(0), found[4], rtol=1e-6)
@@ -157,7 +157,7 @@ def test_new_rows_are_the_mean_in_the_type_of_the_state(tmp_path):
     )
 
 
-def test_functions_of_the_user_get_the_type_of_the_leaf(tmp_path):
+def test_user_functions_receive_dtype_of_leaf(tmp_path):
     types = []
 
     def halve(x):
@@ -172,7 +172,7 @@ def test_functions_of_the_user_get_the_type_of_the_leaf(tmp_path):
     )
 
 
-def test_casts_to_integers_are_not_skipped(tmp_path):
+def test_does_not_skip_casts_to_integers(tmp_path):
     values = np.array([0.4, 1.6, 2.7], np.float32)
     changes = [scale("a", 1.0), cast("a", "int32", lossy=True), scale("a", 2)]
     [found] = restored(tmp_path, {"a": values}, changes, None)
@@ -180,7 +180,7 @@ def test_casts_to_integers_are_not_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["dict", "FrozenDict", "nnx"])
-def test_states_of_all_kinds_get_their_type(tmp_path, kind):
+def test_all_kinds_of_states_get_their_dtype(tmp_path, kind):
     """As a published model in bfloat16 fills a training state in float32."""
     flaxckpt.save(tmp_path / "c", {"w": SMALL})
     state = state_of(kind, {"w": jnp.zeros((4, 6))}, optax.adamw(1e-3))
@@ -202,9 +202,7 @@ ZEROS = np.array([[0.0, 0.0, 2**-16, 1e30]], "bfloat16")
         ([scale("w", 1 / 3), reshape("w", (4, 8), from_shape=(32,))], None),
     ],
 )
-def test_a_way_through_a_wider_state_gives_the_bits_of_the_source(
-    tmp_path, changes, values
-):
+def test_round_trip_through_wider_state_keeps_bits(tmp_path, changes, values):
     values = np.append(SMALL, [ZEROS, -ZEROS]) if values is None else values
     flaxckpt.save(tmp_path / "c", {"w": values})
     shape = flaxckpt.load(tmp_path / "c", transforms=changes)["w"].shape

@@ -85,7 +85,7 @@ def test_rows_rename_reshape_stack_and_split(tmp_path):
     assert_equal(expected(old), new)
 
 
-def test_the_plan_knows_shapes_before_reading(tmp_path):
+def test_plan_knows_shapes_before_reading(tmp_path):
     flaxckpt.save(tmp_path / "old", params())
     wanted = jax.eval_shape(lambda: expected(params()))
     plan = flaxckpt.plan(tmp_path / "old", wanted, transforms=[remap(rows(), **SIZES)])
@@ -95,7 +95,7 @@ def test_the_plan_knows_shapes_before_reading(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("container", [dict, FrozenDict])
-def test_moments_follow_and_come_back(tmp_path, container):
+def test_moments_follow_remap_and_its_inverse(tmp_path, container):
     old = params()
     tx = optax.adamw(1e-3)
 
@@ -114,7 +114,7 @@ def test_moments_follow_and_come_back(tmp_path, container):
     assert_equal(state, back)
 
 
-def test_moments_stay_with_parameters_that_leave_their_container(tmp_path):
+def test_moments_follow_parameters_out_of_their_container(tmp_path):
     params = {
         "model": {"embed": {"weight": np.full((4, 3), 1.0)}},
         "lm_head": {"weight": np.full((4, 3), 2.0)},
@@ -136,7 +136,7 @@ def test_moments_stay_with_parameters_that_leave_their_container(tmp_path):
     assert_equal(new["net"], mu.get("net", mu))
 
 
-def test_a_run_restores_its_own_remapped_steps(tmp_path):
+def test_run_restores_its_own_remapped_steps(tmp_path):
     old = params()
     with flaxckpt.Checkpointer(
         tmp_path / "run", transforms=[remap(rows(), **SIZES)]
@@ -145,7 +145,7 @@ def test_a_run_restores_its_own_remapped_steps(tmp_path):
         assert_equal(old, checkpointer.restore(old))
 
 
-def test_an_nnx_model_is_filled(tmp_path):
+def test_fills_nnx_model(tmp_path):
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.q = nnx.Linear(6, 8, use_bias=False, rngs=rngs)
@@ -164,7 +164,7 @@ def test_an_nnx_model_is_filled(tmp_path):
         np.testing.assert_array_equal(block.q.kernel.get_value(), wanted)
 
 
-def test_an_offset_and_known_sizes_take_the_rest_of_the_layers(tmp_path):
+def test_offset_and_known_sizes_cover_remaining_layers(tmp_path):
     old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(7)}}
     flaxckpt.save(tmp_path / "old", old)
     changes = [
@@ -189,7 +189,7 @@ def test_an_offset_and_known_sizes_take_the_rest_of_the_layers(tmp_path):
     assert_equal(old, back)
 
 
-def test_a_copied_leaf_must_be_equal_on_the_way_back(tmp_path):
+def test_inverse_rejects_unequal_copies(tmp_path):
     old = {"embed": np.arange(6.0).reshape(2, 3)}
     flaxckpt.save(tmp_path / "old", old)
     changes = [remap([("embed", "embedding"), ("embed", "head", "v e -> e v")])]
@@ -203,7 +203,7 @@ def test_a_copied_leaf_must_be_equal_on_the_way_back(tmp_path):
         flaxckpt.load(tmp_path / "trained", transforms=inverse(changes))
 
 
-def test_layers_take_turns_between_words(tmp_path):
+def test_layers_alternate_between_words(tmp_path):
     old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(4)}}
     flaxckpt.save(tmp_path / "old", old)
     changes = [remap([("layers/{(b p)}", "mlp_{p:local|global}", "b x -> x b")])]
@@ -215,7 +215,7 @@ def test_layers_take_turns_between_words(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["c/w", "e/w"])
-def test_words_belong_to_their_row(tmp_path, missing):
+def test_words_apply_only_to_their_row(tmp_path, missing):
     """Two rows may give one name to words of different numbers, or that of a size."""
     paths = [f"{name}/w" for name in "abcde"]
     state = {path[0]: {"w": np.full((4, 3), i)} for i, path in enumerate(paths)}
@@ -239,7 +239,7 @@ def test_words_belong_to_their_row(tmp_path, missing):
         flaxckpt.load(tmp_path / "some", transforms=[change])
 
 
-def test_all_missing_leaves_are_named_with_the_nearest(tmp_path):
+def test_error_names_all_missing_leaves_and_nearest_ones(tmp_path):
     old = params()
     del old["layers"]["2"]["q"]
     old["layers"]["2"]["query"] = {"weight": np.zeros((8, 6), np.float32)}
@@ -253,13 +253,13 @@ def test_all_missing_leaves_are_named_with_the_nearest(tmp_path):
     assert "qkv/weight" in message
 
 
-def test_a_known_size_asks_for_all_values(tmp_path):
+def test_known_size_requires_all_values(tmp_path):
     flaxckpt.save(tmp_path / "old", params())
     with pytest.raises(errors.OptionError, match="layers/4/q/weight"):
         flaxckpt.load(tmp_path / "old", transforms=[remap([rows()[1]], i=5, **SIZES)])
 
 
-def test_leaves_without_a_row_are_refused_if_asked(tmp_path):
+def test_rejects_leaves_without_row_on_demand(tmp_path):
     old = {"w": np.zeros(2), "v": np.ones(2), "buffer": np.ones(3)}
     flaxckpt.save(tmp_path / "old", old)
 
@@ -279,7 +279,7 @@ def test_optional_rows_may_match_nothing(tmp_path):
     assert flaxckpt.load(tmp_path / "old", transforms=changes).keys() == {"u"}
 
 
-def test_wrong_head_counts_name_every_leaf(tmp_path):
+def test_error_of_wrong_head_count_covers_every_leaf(tmp_path):
     flaxckpt.save(tmp_path / "old", params())
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(tmp_path / "old", transforms=[remap([rows()[1]], h=3)])
@@ -304,12 +304,12 @@ def test_wrong_head_counts_name_every_leaf(tmp_path):
         (("a", 3), "a row must be"),
     ],
 )
-def test_malformed_rows_are_refused_at_the_call(row, problem):
+def test_rejects_malformed_rows_at_call(row, problem):
     with pytest.raises(errors.OptionError, match=problem):
         remap([row])
 
 
-def test_a_remap_is_recorded_as_its_call(tmp_path):
+def test_str_of_remap_is_its_call(tmp_path):
     change = remap([("w", "u", "a b -> b a")], rest="error")
     assert str(change) == "remap([('w', 'u', 'a b -> b a')], rest='error')"
 
@@ -328,7 +328,7 @@ AXES = st.permutations(["a", "(b c)", "d"])
     count=st.integers(min_value=1, max_value=3),
     at=st.integers(min_value=0, max_value=3),
 )
-def test_every_form_is_undone(tmp_path_factory, left, right, sizes, count, at):
+def test_inverse_undoes_every_form(tmp_path_factory, left, right, sizes, count, at):
     target = [*right]
     target.insert(at, "i")
     form = f"i {' '.join(left)} -> {' '.join(target)}"

@@ -32,7 +32,7 @@ TIE = tie(r"(\w)/head", r"\1/embed")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float64"])
-def test_equal_leaves_are_tied_and_unequal_ones_refused(tmp_path, dtype):
+def test_ties_equal_leaves_and_rejects_unequal_ones(tmp_path, dtype):
     with jax.enable_x64(dtype == "float64"):
         flaxckpt.save(tmp_path / "equal", untied(0, dtype))
         flaxckpt.save(tmp_path / "unequal", untied(3, dtype))
@@ -49,7 +49,7 @@ def test_equal_leaves_are_tied_and_unequal_ones_refused(tmp_path, dtype):
     assert plan.leaves["a/embed"].sources == ("a/embed", "a/head")
 
 
-def test_a_save_and_a_conversion_compare_as_well(tmp_path):
+def test_save_and_convert_reject_unequal_leaves(tmp_path):
     with pytest.raises(errors.OptionError, match="a/head differ in 2 of 24"):
         flaxckpt.save(tmp_path / "c", untied(2), transforms=[TIE])
     assert not (tmp_path / "c").exists()
@@ -70,20 +70,20 @@ def test_a_save_and_a_conversion_compare_as_well(tmp_path):
         [TIE, reshape(".*/embed", "a b -> (a b)"), rename("a/embed", "shared")],
     ],
 )
-def test_transforms_before_and_after_keep_the_comparison(tmp_path, changes):
+def test_compares_leaves_despite_other_transforms(tmp_path, changes):
     flaxckpt.save(tmp_path / "c", untied(1))
     with pytest.raises(errors.OptionError, match="in 1 of 24 elements"):
         flaxckpt.load(tmp_path / "c", transforms=changes)
 
 
-def test_leaves_that_a_transform_makes_unequal_are_refused(tmp_path):
+def test_rejects_leaves_made_unequal_by_transform(tmp_path):
     flaxckpt.save(tmp_path / "c", untied(0))
     moved = permute("a/head", [1, 0, 2, 3, 4, 5])
     with pytest.raises(errors.OptionError, match="in 8 of 24 elements"):
         flaxckpt.load(tmp_path / "c", transforms=[moved, TIE])
 
 
-def test_several_leaves_are_tied_to_one(tmp_path):
+def test_ties_several_leaves_to_one(tmp_path):
     flaxckpt.save(tmp_path / "c", untied(0))
     change = tie("a/head|b/embed|b/head", "a/embed")
     found = flaxckpt.load(tmp_path / "c", transforms=[change])
@@ -102,7 +102,7 @@ def test_nan_equals_nan(tmp_path):
         flaxckpt.load(tmp_path / "d", transforms=[tie("b", "a")])
 
 
-def test_faults_are_known_before_anything_is_read(tmp_path, monkeypatch):
+def test_rejects_invalid_ties_before_reading(tmp_path, monkeypatch):
     state = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(2), "d": jnp.ones(2)}
     flaxckpt.save(tmp_path / "c", state)
     seams.replace(monkeypatch, "arrays.read", None)
@@ -117,7 +117,7 @@ def test_faults_are_known_before_anything_is_read(tmp_path, monkeypatch):
             flaxckpt.load(tmp_path / "c", transforms=[change])
 
 
-def test_the_moments_of_the_kept_leaf_stay():
+def test_keeps_moments_of_kept_leaf():
     params = {"embed": jnp.ones((6, 4)), "head": jnp.ones((6, 4))}
     state = state_of("dict", params, optax.adamw(1e-3))
     state["params"]["head"] = state["params"]["embed"] + 0
@@ -128,7 +128,7 @@ def test_the_moments_of_the_kept_leaf_stay():
         np.testing.assert_array_equal(before[path], value, err_msg=path)
 
 
-def test_sharded_leaves_are_compared(tmp_path):
+def test_compares_sharded_leaves(tmp_path):
     flaxckpt.save(tmp_path / "c", untied(0))
     flaxckpt.save(tmp_path / "d", untied(5))
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

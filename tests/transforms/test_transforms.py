@@ -88,7 +88,7 @@ def assert_equal(wanted, found):
 
 
 # ---- names ------------------------------------------------------------------------
-def test_renaming_takes_the_moments_along(saved, state):
+def test_rename_moves_moments_along(saved, state):
     found = flaxckpt.load(
         saved, transforms=[rename("params/head/(.*)", r"params/out/\1")]
     )
@@ -102,7 +102,7 @@ def test_renaming_takes_the_moments_along(saved, state):
     assert "head" not in found.opt_state[0].mu
 
 
-def test_a_renamed_model_is_restored_optimizer_and_all(saved, state):
+def test_restores_renamed_model_with_optimizer(saved, state):
     class Renamed(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -132,7 +132,7 @@ def test_a_renamed_model_is_restored_optimizer_and_all(saved, state):
     [("layers_0", "layers_1"), ("layers_0", "layers_1", "layers_2")],
     ids=["swap", "rotation"],
 )
-def test_names_may_change_places(saved, state, names):
+def test_rename_swaps_and_rotates_names(saved, state, names):
     turned = [*names[1:], names[0]]
     rules = {
         f"params/{old}/(.*)": rf"params/{new}/\1"
@@ -148,12 +148,12 @@ def test_names_may_change_places(saved, state, names):
     assert_equal(state, back)
 
 
-def test_nothing_matches_and_the_nearest_are_named(saved):
+def test_error_of_unmatched_pattern_names_nearest_leaves(saved):
     with pytest.raises(errors.OptionError, match="nearest are params/head/kernel"):
         flaxckpt.load(saved, transforms=[rename("param/head/kernel", "x")])
 
 
-def test_two_leaves_of_one_name_are_refused_with_all_of_them(saved):
+def test_rejects_colliding_names_and_lists_leaves(saved):
     with pytest.raises(errors.OptionError) as caught:
         flaxckpt.load(
             saved, transforms=[rename(r"params/layers_\d/(.*)", r"params/\1")]
@@ -164,18 +164,18 @@ def test_two_leaves_of_one_name_are_refused_with_all_of_them(saved):
     assert "opt_state/0/mu/bias: by" in str(caught.value)
 
 
-def test_a_leaf_where_others_have_a_container_is_refused(saved):
+def test_rejects_leaf_in_place_of_container(saved):
     with pytest.raises(errors.OptionError, match="params/head: contains params/head/b"):
         flaxckpt.load(saved, transforms=[rename("params/layers_0/bias", "params/head")])
 
 
-def test_a_leaf_may_go_where_a_container_was_empty(tmp_path):
+def test_accepts_leaf_inside_empty_container(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": {}, "b": jnp.ones(2)})
     found = flaxckpt.load(tmp_path / "c", transforms=[rename("b", "a/b")])
     np.testing.assert_array_equal(found["a"]["b"], [1, 1])
 
 
-def test_drop_takes_moments_along_and_keep_does_not(saved):
+def test_drop_includes_moments_and_keep_does_not(saved):
     left = paths(saved, drop("params/head/.*"))
     assert not [path for path in left if "head" in path]
     assert paths(saved, keep("params/head/.*")) == [
@@ -184,7 +184,7 @@ def test_drop_takes_moments_along_and_keep_does_not(saved):
     ]
 
 
-def test_dropped_leaves_are_not_read(saved, state):
+def test_does_not_read_dropped_leaves(saved, state):
     plan = flaxckpt.plan(
         saved, state, transforms=[drop("params/layers_.*")], missing="init"
     )
@@ -193,7 +193,7 @@ def test_dropped_leaves_are_not_read(saved, state):
 
 
 # ---- assign -----------------------------------------------------------------------
-def test_assignments_go_from_the_state_to_the_checkpoint(saved, state):
+def test_assign_maps_state_leaves_to_checkpoint_leaves(saved, state):
     rules = [
         (r"params/layers_[12]/(.*)", r"params/layers_0/\1"),
         ("params/head/.*", None),
@@ -206,7 +206,7 @@ def test_assignments_go_from_the_state_to_the_checkpoint(saved, state):
     assert_equal(fresh.params["head"], found.params["head"])
 
 
-def test_every_assignment_must_be_used_unless_it_need_not(saved, state):
+def test_strict_assign_rejects_unused_rules(saved, state):
     rules = [("params/tail/.*", None)]
     with pytest.raises(errors.OptionError, match=r"'params/tail/\.\*' matches no leaf"):
         flaxckpt.load(saved, state, transforms=[assign(rules)])
@@ -214,7 +214,7 @@ def test_every_assignment_must_be_used_unless_it_need_not(saved, state):
     assert_equal(state, found)
 
 
-def test_the_same_rule_twice_is_no_fault_of_the_first(saved, state):
+def test_error_names_duplicate_assign_rule(saved, state):
     """T5X counts rules by their text, and fails with an empty list."""
     rules = [("params/head/.*", None)] * 2
     with pytest.raises(errors.OptionError, match="params/head"):
@@ -227,13 +227,13 @@ def test_assign_rejects_missing_source_leaves(saved, state):
         flaxckpt.load(saved, state, transforms=[assign(rules)])
 
 
-def test_assignments_need_a_state(saved):
+def test_assign_needs_state(saved):
     with pytest.raises(errors.OptionError, match="pass an abstract state"):
         flaxckpt.load(saved, transforms=[assign([("params/.*", None)])])
 
 
 # ---- values -----------------------------------------------------------------------
-def test_a_scanned_model_is_saved_layer_by_layer(tmp_path, state):
+def test_saves_layers_stacked_and_restores_them_by_inverse(tmp_path, state):
     """And restored by the inverse; the optimizer goes both ways."""
     flaxckpt.save(tmp_path / "flat", state)
     stacked = [stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2", axis=1)]
@@ -248,7 +248,7 @@ def test_a_scanned_model_is_saved_layer_by_layer(tmp_path, state):
     assert_equal(state, found)
 
 
-def test_a_leaf_that_only_some_layers_have_is_not_stacked(tmp_path):
+def test_rejects_stacking_leaf_of_only_some_layers(tmp_path):
     def layer(*names):
         return {name: jnp.ones(2) for name in names}
 
@@ -276,7 +276,7 @@ def test_a_leaf_that_only_some_layers_have_is_not_stacked(tmp_path):
 
 
 @pytest.mark.parametrize("written_by", ["flaxckpt", "orbax"])
-def test_a_parameter_may_be_called_value(tmp_path, written_by):
+def test_accepts_parameter_named_value(tmp_path, written_by):
     params = {"a": {"value": jnp.arange(3.0), "key": jnp.ones(3)}}
     tx = optax.adam(1e-3)
     _, moments = tx.update(params, tx.init(params))
@@ -302,7 +302,7 @@ def test_a_parameter_may_be_called_value(tmp_path, written_by):
 
 
 @pytest.mark.slow
-def test_a_vocabulary_grows_and_shrinks(tmp_path):
+def test_grow_and_slice_resize_vocabulary(tmp_path):
     table = jax.random.normal(jax.random.key(0), (5, 3))
     state = TrainState.create(apply_fn=None, params={"e": table}, tx=optax.adam(1e-3))
     state = state.apply_gradients(grads={"e": table})
@@ -326,7 +326,7 @@ def test_a_vocabulary_grows_and_shrinks(tmp_path):
     assert len(np.unique(one.params["e"][5:])) == 9
 
 
-def test_a_map_without_an_inverse_says_how_to_give_it_one(saved):
+def test_error_tells_how_to_give_map_leaf_inverse(saved):
     plain = map_leaf("params/head/bias", lambda x: x + 1)
     with pytest.raises(errors.OptionError, match=r"map_leaf\(.*, inverse=\.\.\.\)"):
         transforms.inverse([plain])
@@ -334,7 +334,7 @@ def test_a_map_without_an_inverse_says_how_to_give_it_one(saved):
         transforms.inverse([grow("params/head/bias", 0, 5)])
 
 
-def test_strings_have_no_values_to_compute_with(tmp_path):
+def test_rejects_computing_on_strings(tmp_path):
     flaxckpt.save(tmp_path / "c", {"name": "x", "w": jnp.ones(3), "none": None})
     with pytest.raises(errors.OptionError, match="these leaves are strings: name"):
         flaxckpt.load(tmp_path / "c", transforms=[map_leaf(".*", lambda x: x)])
@@ -357,7 +357,7 @@ def test_casts_and_functions_combine(saved, state):
     np.testing.assert_array_equal(found.params["head"]["kernel"], wanted)
 
 
-def test_wide_values_are_computed_in_64_bits(tmp_path):
+def test_computes_wide_values_in_64_bits(tmp_path):
     wide = np.array([2**40 + 1, 3, 1])
     flaxckpt.save(
         tmp_path / "c", {"w": wide, "x": np.array([1 + 1e-12]), "n": 2**50 + 1}
@@ -370,7 +370,7 @@ def test_wide_values_are_computed_in_64_bits(tmp_path):
     assert found["w"].flags.writeable
 
 
-def test_prng_keys_are_stacked(tmp_path):
+def test_stacks_prng_keys(tmp_path):
     keys = [jax.random.key(i) for i in range(3)]
     flaxckpt.save(
         tmp_path / "c", {f"layer_{i}": {"rng": k} for i, k in enumerate(keys)}
@@ -384,7 +384,7 @@ def test_prng_keys_are_stacked(tmp_path):
 
 
 # ---- functions over trees ---------------------------------------------------------
-def test_functions_of_t5x_style_on_save(tmp_path, state):
+def test_applies_t5x_style_functions_on_save(tmp_path, state):
     def halve(tree, infos):
         assert infos["params"]["head"]["kernel"].shape == (4, 2)
         tree["params"] = jax.tree.map(lambda x: x.astype("bfloat16"), tree["params"])
@@ -400,7 +400,7 @@ def test_functions_of_t5x_style_on_save(tmp_path, state):
     assert_equal(state.opt_state[0].mu, found["opt_state"][0].mu)
 
 
-def test_functions_of_t5x_style_on_restore(saved, state):
+def test_applies_t5x_style_functions_on_restore(saved, state):
     fresh = trained(seed=3)
 
     def mix(checkpoint, target, *, is_resuming=False):
@@ -443,7 +443,7 @@ def test_from_function_reads_only_needed_leaves(saved, state):
     )
 
 
-def test_abstract_leaves_of_the_target_stay_missing(saved, state):
+def test_abstract_target_leaves_stay_missing(saved, state):
     def take(checkpoint, target, *, is_resuming=False):
         return {"params": {**checkpoint["params"], "head": target["params"]["head"]}}
 
@@ -456,7 +456,7 @@ def test_abstract_leaves_of_the_target_stay_missing(saved, state):
     ]
 
 
-def test_functions_of_another_kind_are_refused(saved):
+def test_from_function_rejects_unsuitable_functions(saved):
     with pytest.raises(errors.OptionError, match="from_function needs"):
         from_function(lambda: None)
     with pytest.raises(errors.OptionError, match=r"use jax\.numpy"):
@@ -467,7 +467,7 @@ def test_functions_of_another_kind_are_refused(saved):
         flaxckpt.load(saved, transforms=[from_function(lambda state, infos: state)])
 
 
-def test_any_callable_on_tables_is_a_transform(saved):
+def test_accepts_any_callable_on_tables(saved):
     def only_head(table):
         return {path: leaf for path, leaf in table.items() if "params/head" in path}
 
@@ -477,7 +477,7 @@ def test_any_callable_on_tables_is_a_transform(saved):
 
 
 # ---- several sources --------------------------------------------------------------
-def test_two_checkpoints_become_one(tmp_path, saved, state):
+def test_merges_two_checkpoints(tmp_path, saved, state):
     flaxckpt.save(tmp_path / "text", {"params": {"text": jnp.arange(3.0)}})
     wanted = {"params": {"head": state.params["head"], "text": jnp.zeros(3)}}
     found = flaxckpt.load(saved, wanted, transforms=[merge(tmp_path / "text")])
@@ -485,7 +485,7 @@ def test_two_checkpoints_become_one(tmp_path, saved, state):
     assert_equal(state.params["head"], found["params"]["head"])
 
 
-def test_leaves_of_both_are_refused_or_chosen(tmp_path, saved, state):
+def test_merge_rejects_or_resolves_conflicts(tmp_path, saved, state):
     other = trained(seed=4)
     flaxckpt.save(tmp_path / "other", other)
     with pytest.raises(errors.OptionError, match="26 leaves"):
@@ -498,7 +498,7 @@ def test_leaves_of_both_are_refused_or_chosen(tmp_path, saved, state):
         assert_equal(state.params["layers_0"], found.params["layers_0"])
 
 
-def test_leaves_of_two_checkpoints_are_computed_together(tmp_path):
+def test_computes_with_leaves_of_two_checkpoints(tmp_path):
     """They have equal paths, and only one of them is damaged."""
     for name, value in (("a", 1.0), ("b", 2.0)):
         flaxckpt.save(tmp_path / name, {"w": jnp.full((40, 40), value)})
@@ -516,7 +516,7 @@ def test_leaves_of_two_checkpoints_are_computed_together(tmp_path):
 
 # ---- other optimizers, other trees ------------------------------------------------
 @pytest.mark.slow
-def test_factored_moments_of_a_changed_shape_start_afresh(tmp_path, caplog):
+def test_reinitializes_factored_moments_of_changed_shape(tmp_path, caplog):
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
     state = trained(tx)
     flaxckpt.save(tmp_path / "c", state)
@@ -537,7 +537,7 @@ def test_factored_moments_of_a_changed_shape_start_afresh(tmp_path, caplog):
     assert_equal(old.v_row["layers_0"], factored.v_row["layers_0"])
 
 
-def test_an_nnx_model_and_its_optimizer_are_renamed(tmp_path):
+def test_renames_nnx_model_and_its_optimizer(tmp_path):
     def build(name, seed):
         class Net(nnx.Module):
             def __init__(self, rngs):
@@ -567,7 +567,7 @@ def test_an_nnx_model_and_its_optimizer_are_renamed(tmp_path):
     )
 
 
-def test_two_models_of_equal_names_keep_to_their_own_optimizers(tmp_path):
+def test_models_with_equal_names_keep_their_own_optimizers(tmp_path):
     def part(seed):
         params = {"w": jax.random.normal(jax.random.key(seed), (3, 3))}
         state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
@@ -586,7 +586,7 @@ def test_two_models_of_equal_names_keep_to_their_own_optimizers(tmp_path):
     )
 
 
-def test_moments_are_known_where_no_roles_are(tmp_path, state):
+def test_recognizes_moments_without_roles(tmp_path, state):
     """As in a checkpoint of Orbax."""
     import orbax.checkpoint as ocp
 
@@ -607,7 +607,7 @@ def test_list_elements_stay_in_order(tmp_path):
 
 # ---- where it is computed ---------------------------------------------------------
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_computed_leaves_are_split_as_wanted(tmp_path, state, axis_type):
+def test_computed_leaves_get_requested_sharding(tmp_path, state, axis_type):
     mesh = jax.make_mesh(
         (2, 4),
         ("data", "model"),
@@ -647,7 +647,7 @@ def test_computed_leaves_are_split_as_wanted(tmp_path, state, axis_type):
     )
 
 
-def test_sharded_leaves_are_computed_before_a_save(tmp_path):
+def test_save_transforms_sharded_leaves(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     layers = {
@@ -659,7 +659,7 @@ def test_sharded_leaves_are_computed_before_a_save(tmp_path):
 
 
 @pytest.mark.parametrize("budget", [1, 100, 2**30])
-def test_any_byte_budget_gives_the_same(tmp_path, state, budget):
+def test_any_byte_budget_gives_same_result(tmp_path, state, budget):
     with flaxckpt.Checkpointer(tmp_path, max_concurrent_bytes=budget) as ckpt:
         ckpt.save(1, state)
         stacked = stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2")
@@ -667,7 +667,7 @@ def test_any_byte_budget_gives_the_same(tmp_path, state, budget):
         assert_equal(state.params, found.params)
 
 
-def test_a_shared_source_is_read_once(tmp_path):
+def test_reads_shared_source_once(tmp_path):
     flaxckpt.save(tmp_path / "c", {"w": jnp.ones((8, 64, 64))})
     apart = [unstack("w", "w_{i}")]
     wanted = {f"w_{i}": jnp.zeros((64, 64)) for i in range(8)}
@@ -688,7 +688,7 @@ def test_a_shared_source_is_read_once(tmp_path):
     ),
     st.randoms(),
 )
-def test_plain_patterns_are_inverted(parts, random):
+def test_inverts_plain_patterns(parts, random):
     """A pattern of text and groups, and a replacement with the groups shuffled."""
     import re
 
@@ -723,7 +723,7 @@ def test_lossy_transforms_cannot_be_inverted(pattern, replacement):
             one_way.inverse()
 
 
-def test_an_ambiguous_inverse_is_noticed(tmp_path):
+def test_rejects_ambiguous_inverse(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": {"b": {"c": jnp.ones(2)}}})
     swapped = rename("(.*)/(.*)", r"\2/\1")
     with pytest.raises(
@@ -763,7 +763,7 @@ def assert_swapped(old, new, field="mu"):
     np.testing.assert_array_equal(old["b"]["kernel"], new["a"]["kernel"])
 
 
-def test_moments_are_those_of_the_params_and_not_of_their_copy(tmp_path):
+def test_moments_follow_params_rather_than_their_copy(tmp_path):
     state = two_layers(cls=WithEma, ema_params=True)
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", state, transforms=[SWAP])
@@ -779,7 +779,7 @@ def test_moments_are_those_of_the_params_and_not_of_their_copy(tmp_path):
     assert "c" in found["opt_state"][0].nu  # whose class is not known without types=
 
 
-def test_where_nobody_knows_whose_moments_they_are_it_is_an_error(tmp_path):
+def test_rejects_renaming_with_ambiguous_moments(tmp_path):
     def net(seed):
         return nnx.Linear(3, 3, rngs=nnx.Rngs(seed))
 
@@ -804,7 +804,7 @@ def test_where_nobody_knows_whose_moments_they_are_it_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("written_by", ["flaxckpt", "orbax"])
 @pytest.mark.parametrize("shape", ["parts", "deep", "dicts", "optimizer"])
-def test_moments_follow_in_states_of_any_shape(tmp_path, shape, written_by):
+def test_moments_follow_parameters_in_any_state_layout(tmp_path, shape, written_by):
     base, other = two_layers(0), two_layers(1)
     mu = lambda tree: tree.opt_state[0].mu  # noqa: E731
     if shape == "parts":
@@ -847,7 +847,7 @@ def test_moments_follow_in_states_of_any_shape(tmp_path, shape, written_by):
     assert_swapped(mu(state), mu(found))
 
 
-def test_moments_that_nobody_can_tell_apart_are_warned_about(tmp_path, caplog):
+def test_warns_about_indistinguishable_moments(tmp_path, caplog):
     params = {"a": {"kernel": jnp.ones((2, 2))}}
     state = {
         "actor": params,
@@ -891,7 +891,7 @@ def test_moments_that_nobody_can_tell_apart_are_warned_about(tmp_path, caplog):
     ],
     ids=["all", "assign", "function"],
 )
-def test_moments_that_were_moved_by_themselves_stay_where_they_went(tmp_path, change):
+def test_does_not_move_explicitly_moved_moments_again(tmp_path, change):
     state = two_layers()
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", state, transforms=[change])
@@ -904,14 +904,14 @@ def test_moments_that_were_moved_by_themselves_stay_where_they_went(tmp_path, ch
     assert_swapped(state.opt_state[0].nu, again.opt_state[0].nu)
 
 
-def test_all_leaves_moved_into_a_container_are_found_there(tmp_path):
+def test_loads_state_moved_into_container(tmp_path):
     state = two_layers()
     flaxckpt.save(tmp_path / "c", state, transforms=[rename("(.*)", r"train/\1")])
     found = flaxckpt.load(tmp_path / "c", {"train": state})
     assert_equal(state.opt_state[0].mu, found["train"].opt_state[0].mu)
 
 
-def test_assignments_find_moments_in_another_chain(tmp_path):
+def test_assign_finds_moments_in_another_chain(tmp_path):
     state = two_layers()
     flaxckpt.save(tmp_path / "c", state)
     chained = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -927,7 +927,7 @@ def test_assignments_find_moments_in_another_chain(tmp_path):
     assert_equal(state.opt_state[0].mu["b"], found.opt_state[1][0].mu["b"])
 
 
-def test_moments_that_match_themselves_grow_as_moments_do(tmp_path):
+def test_grow_fills_directly_matched_moments_with_zeros(tmp_path):
     state = two_layers()
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", transforms=[grow(".*/kernel", 0, 6)])
@@ -935,7 +935,7 @@ def test_moments_that_match_themselves_grow_as_moments_do(tmp_path):
     assert found.params["a"]["kernel"][4:].any()
 
 
-def test_copies_of_parameters_are_changed_as_these_are(tmp_path):
+def test_copies_of_parameters_change_like_parameters(tmp_path):
     tx = optax.contrib.schedule_free_adamw(1e-3)
     state = two_layers(tx=tx)
     flaxckpt.save(tmp_path / "c", state)
@@ -944,7 +944,7 @@ def test_copies_of_parameters_are_changed_as_these_are(tmp_path):
     assert not found.opt_state.z["a"]["kernel"].any()
 
 
-def test_placeholders_of_adafactor_start_afresh(tmp_path):
+def test_adafactor_placeholders_do_not_prevent_stack_or_grow(tmp_path):
     def check_placeholders(state):
         rows, columns = state.opt_state[0].v_row, state.opt_state[0].v_col
         assert [x.tolist() for x in jax.tree.leaves((rows, columns))] == [[0], [0]]
@@ -974,7 +974,7 @@ def test_placeholders_of_adafactor_start_afresh(tmp_path):
     check_placeholders(found)
 
 
-def test_a_parameter_called_like_a_field_is_no_field(tmp_path):
+def test_does_not_mistake_parameter_for_field_of_same_name(tmp_path):
     import orbax.checkpoint as ocp
 
     params = {"count": jnp.ones(2), "w": jnp.ones(3)}
@@ -987,7 +987,7 @@ def test_a_parameter_called_like_a_field_is_no_field(tmp_path):
     assert set(found["opt_state"][0]["mu"]) == {"n", "w"}
 
 
-def test_an_empty_container_of_a_like_name_is_nobodys_mirror(tmp_path):
+def test_drop_spares_empty_container_with_similar_path(tmp_path):
     state = {"numpy": [jnp.ones(2)], "train": two_layers()}
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", transforms=[drop("numpy/0")])
@@ -997,7 +997,7 @@ def test_an_empty_container_of_a_like_name_is_nobodys_mirror(tmp_path):
 # ---- what a transform may and may not do --------------------------------------------
 
 
-def test_a_function_is_traced_anew_for_every_load(tmp_path):
+def test_traces_function_anew_for_each_load(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": jnp.arange(8.0)})
     size = 4
 
@@ -1009,7 +1009,7 @@ def test_a_function_is_traced_anew_for_every_load(tmp_path):
         assert found["a"].shape == (size,)
 
 
-def test_numbers_beside_arrays_do_not_make_them_wide(tmp_path):
+def test_numbers_do_not_widen_arrays(tmp_path):
     state = {"step": 3, "w": jnp.ones(3), "x": np.ones(2)}
 
     def add(tree):
@@ -1038,7 +1038,7 @@ def test_result_does_not_depend_on_other_computed_leaves(tmp_path):
     assert both["x"].dtype == np.float64
 
 
-def test_a_number_that_needs_64_bits_is_refused_where_there_are_32(tmp_path):
+def test_rejects_number_needing_64_bits_without_x64(tmp_path):
     add = from_function(lambda tree: {"n": tree["n"] + 1})
     with pytest.raises(errors.OptionError, match="needs 64 bits"):
         flaxckpt.save(tmp_path / "c", {"n": 2**40}, transforms=[add])
@@ -1047,7 +1047,7 @@ def test_a_number_that_needs_64_bits_is_refused_where_there_are_32(tmp_path):
         flaxckpt.load(tmp_path / "d", transforms=[add])
 
 
-def test_paths_that_cannot_be_are_refused(tmp_path):
+def test_rejects_invalid_new_paths(tmp_path):
     state = {"a": jnp.ones(2), "b": jnp.ones(2), "c": jnp.ones(2)}
     for path in ("acc@50%", "", "x//y", "/x"):
         with pytest.raises(errors.OptionError, match="1 new name cannot be"):
@@ -1061,14 +1061,14 @@ def test_paths_that_cannot_be_are_refused(tmp_path):
     assert_equal(odd, flaxckpt.load(tmp_path / "d"))
 
 
-def test_new_rows_of_two_leaves_are_not_the_same(tmp_path):
+def test_grow_gives_each_leaf_different_random_rows(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": jnp.eye(3), "b": jnp.eye(3)})
     random = [grow("a|b", 0, 5, init="normal")]
     found = flaxckpt.load(tmp_path / "c", transforms=random)
     assert (found["a"][3:] != found["b"][3:]).all()
 
 
-def test_transforms_on_the_wanted_state_work_within_a_merge(tmp_path):
+def test_merge_accepts_transforms_on_wanted_state(tmp_path):
     flaxckpt.save(tmp_path / "a", {"x": jnp.ones(2)})
     flaxckpt.save(tmp_path / "b", {"y": jnp.zeros(2)})
     inner = [assign([("z", "y")])]
@@ -1084,7 +1084,7 @@ def test_transforms_on_the_wanted_state_work_within_a_merge(tmp_path):
             flaxckpt.save(tmp_path / "c", {"x": jnp.ones(2)}, transforms=some)
 
 
-def test_weak_types_are_kept(tmp_path):
+def test_keeps_weak_types(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": jnp.asarray(2.0)})
     assert jnp.asarray(2.0).weak_type
     doubled = [map_leaf("a", lambda x: x * 2)]
@@ -1093,7 +1093,7 @@ def test_weak_types_are_kept(tmp_path):
     assert float(found["a"]) == 4
 
 
-def test_functions_are_compiled_once_for_all_saves(tmp_path):
+def test_compiles_functions_once_for_all_saves(tmp_path):
     count = 0
 
     def slow(x):
@@ -1109,7 +1109,7 @@ def test_functions_are_compiled_once_for_all_saves(tmp_path):
 
 
 @pytest.mark.slow
-def test_leaves_on_a_mesh_with_explicit_axes_are_cut_before_a_save(tmp_path):
+def test_save_slices_leaves_on_mesh_with_explicit_axes(tmp_path):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     array = jnp.arange(32.0).reshape(16, 2)
     state = {"w": jax.device_put(array, jax.NamedSharding(mesh, jax.P("x")))}
@@ -1120,14 +1120,14 @@ def test_leaves_on_a_mesh_with_explicit_axes_are_cut_before_a_save(tmp_path):
     np.testing.assert_array_equal(found["w_3"], array[3, :1])
 
 
-def test_layers_on_different_devices_are_stacked_before_a_save(tmp_path):
+def test_save_stacks_layers_on_different_devices(tmp_path):
     devices = jax.devices()[:2]
     state = {f"l_{i}": jax.device_put(jnp.full(2, i), d) for i, d in enumerate(devices)}
     flaxckpt.save(tmp_path / "c", state, transforms=[stack(r"l_(\d)", "l")])
     np.testing.assert_array_equal(flaxckpt.load(tmp_path / "c")["l"], [[0, 0], [1, 1]])
 
 
-def test_a_run_that_saves_another_form_is_resumed_in_its_own(tmp_path):
+def test_resumes_run_in_its_own_form_from_transformed_steps(tmp_path):
     state = trained()
     changes = [
         stack(r"params/layers_(\d+)/(.*)", r"params/layers/\2"),

@@ -138,7 +138,7 @@ def lost(state, found):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_no_leaf_of_any_optimizer_is_lost(tmp_path, caplog, name):
+def test_loses_no_leaf_of_any_optimizer(tmp_path, caplog, name):
     own = params()
     opt_state = jax.eval_shape(OPTIMIZERS[name].init, own)
     state = filled({"params": own, "opt_state": opt_state, "step": jnp.ones(())})
@@ -146,7 +146,7 @@ def test_no_leaf_of_any_optimizer_is_lost(tmp_path, caplog, name):
     assert "does not bring back" not in caplog.text
 
 
-def test_leaves_that_do_not_come_back_are_listed(tmp_path, caplog):
+def test_not_restored_lists_lost_leaves(tmp_path, caplog):
     own = {"w": jnp.ones((8, 24)), "cube": jnp.ones((8, 8, 8)), "dropped": jnp.ones(3)}
     tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
     state = filled({"params": own, "opt_state": tx.init(own)})
@@ -184,7 +184,7 @@ TURNS = {
 
 
 @pytest.mark.slow
-def test_a_transposed_model_trains_as_it_was_trained(tmp_path):
+def test_transposed_state_equals_training_of_transposed_model(tmp_path):
     """Adafactor's own moments of the transposed parameters are the reference."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
 
@@ -217,7 +217,7 @@ def test_a_transposed_model_trains_as_it_was_trained(tmp_path):
 
 
 @pytest.mark.slow
-def test_factored_moments_of_boxed_parameters_are_turned(tmp_path):
+def test_transposes_factored_moments_of_boxed_parameters(tmp_path):
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -257,9 +257,7 @@ def state_of(kind, tx, own):
 
 
 @pytest.mark.parametrize("kind", ["dict", "struct", "FrozenDict"])
-def test_a_run_whose_mask_differs_by_layer_is_resumed_with_all_moments(
-    tmp_path, caplog, kind
-):
+def test_run_with_mask_by_layer_resumes_with_all_moments(tmp_path, caplog, kind):
     state = state_of(kind, optax.masked(optax.adam(1e-3), dict_mask), params())
     with flaxckpt.Checkpointer(tmp_path, transforms=[SCAN]) as ckpt:
         ckpt.save(1, state).wait()
@@ -271,9 +269,7 @@ def test_a_run_whose_mask_differs_by_layer_is_resumed_with_all_moments(
     assert "parameters are unknown" not in caplog.text
 
 
-def test_layers_in_a_container_of_their_own_are_resumed_without_a_warning(
-    tmp_path, caplog
-):
+def test_resumes_layers_in_own_container_without_warning(tmp_path, caplog):
     own = {"blocks": {str(i): {"w": {"kernel": jnp.ones((4, 4))}} for i in range(3)}}
     tx = optax.masked(optax.adam(1e-3), {"blocks": {"0": True, "1": True, "2": False}})
     state = filled({"params": own, "opt_state": tx.init(own)})
@@ -293,7 +289,7 @@ def dict_mask(tree):
 
 
 @pytest.mark.slow
-def test_moments_left_in_their_old_places_belong_to_no_stacked_model(tmp_path, caplog):
+def test_stacked_model_does_not_take_unstacked_moments(tmp_path, caplog):
     tx = optax.masked(optax.adam(1e-3), by_layer)
     state = filled({"params": params(), "opt_state": tx.init(params())})
     flaxckpt.save(tmp_path / "c", state, transforms=[SCAN])
@@ -322,7 +318,7 @@ def adafactor_state():
     return filled({"params": own, "opt_state": tx.init(own)})
 
 
-def test_run_warns_once_of_leaves_it_would_not_restore(tmp_path, caplog):
+def test_run_warns_once_about_leaves_it_would_not_restore(tmp_path, caplog):
     state = adafactor_state()
     with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
         for step in (1, 2):
@@ -333,7 +329,7 @@ def test_run_warns_once_of_leaves_it_would_not_restore(tmp_path, caplog):
     assert "map_leaf('params/w')" in told
 
 
-def test_preflight_warns_of_leaves_a_run_would_not_restore(tmp_path, caplog):
+def test_preflight_warns_about_leaves_run_would_not_restore(tmp_path, caplog):
     state = adafactor_state()
     with flaxckpt.Checkpointer(tmp_path, transforms=[LOSSY]) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=5, check_step=False)
@@ -363,7 +359,7 @@ def test_preflight_warns_of_leaves_a_run_would_not_restore(tmp_path, caplog):
     ],
     ids=["map_leaf", "computed", "exchanged"],
 )
-def test_values_that_nothing_turns_back_are_refused(tmp_path, caplog, change):
+def test_rejects_restoring_values_without_inverse(tmp_path, caplog, change):
     own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
     state = {"params": own, "opt_state": optax.sgd(1e-2, momentum=0.9).init(own)}
     with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
@@ -385,7 +381,7 @@ def test_values_that_nothing_turns_back_are_refused(tmp_path, caplog, change):
 @pytest.mark.parametrize(
     "change", [copy("params/w", "shadow/w"), slice("params/v", (4,))]
 )
-def test_transforms_that_keep_values_need_no_inverse(tmp_path, caplog, change):
+def test_value_preserving_transforms_need_no_inverse(tmp_path, caplog, change):
     own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
     with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
         ckpt.save(1, {"params": own}).wait()
@@ -409,7 +405,7 @@ def without_w(tree):
     ],
     ids=["drop", "keep", "slice", "from_function", "function"],
 )
-def test_run_names_leaves_that_its_transforms_remove(tmp_path, caplog, change, lost):
+def test_run_names_leaves_removed_by_its_transforms(tmp_path, caplog, change, lost):
     own = {"w": jnp.arange(4.0), "v": jnp.ones(4)}
     state = {"params": own, "opt_state": optax.sgd(1e-2, momentum=0.9).init(own)}
     with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as ckpt:
@@ -432,7 +428,7 @@ def test_run_names_leaves_that_its_transforms_remove(tmp_path, caplog, change, l
         np.testing.assert_array_equal(found["params"]["w"], own["w"])
 
 
-def test_run_that_copies_leaves_resumes_without_the_copies(tmp_path):
+def test_run_with_copied_leaves_resumes_without_copies(tmp_path):
     state = {"params": {"w": jnp.arange(4.0), "v": jnp.ones(2)}}
     shadow = copy({"params/w": "shadow/w", "params/(v)": r"twin/\1"})
     with flaxckpt.Checkpointer(tmp_path, transforms=[shadow]) as ckpt:
@@ -456,7 +452,7 @@ def sm3_state(kernel):
 
 
 @pytest.mark.parametrize("freezes", [False, True])
-def test_the_accumulators_of_sm3_follow_a_transposition(tmp_path, freezes):
+def test_sm3_accumulators_follow_transposition(tmp_path, freezes):
     kernel = jnp.arange(16.0).reshape(4, 4) ** 2
     saved, wanted = sm3_state(kernel), sm3_state(kernel.T)
     if freezes:
@@ -473,7 +469,7 @@ def test_the_accumulators_of_sm3_follow_a_transposition(tmp_path, freezes):
     assert not np.array_equal(before[0], after[0])
 
 
-def test_the_accumulators_of_sm3_follow_a_renamed_parameter(tmp_path):
+def test_sm3_accumulators_follow_renamed_parameter(tmp_path):
     saved = sm3_state(jnp.arange(16.0).reshape(4, 4))
     flaxckpt.save(tmp_path / "c", saved)
     wanted = jax.tree.map(jnp.zeros_like, saved)

@@ -24,7 +24,7 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(served):
+def test_token_becomes_http_only_same_site_cookie(served):
     reply = served.ask(f"/?token={served.token}", cookie=None)
     assert (reply.status, reply.headers["location"]) == (303, "/")
     name, *attributes = reply.headers["set-cookie"].lower().split("; ")
@@ -35,7 +35,7 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(serv
 
 
 @pytest.mark.slow
-def test_the_token_is_long_and_never_the_same(served, tmp_path):
+def test_token_is_long_and_unique(served, tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with serving(tmp_path / "one") as other:
         assert other.token != served.token
@@ -49,21 +49,21 @@ def test_the_token_is_long_and_never_the_same(served, tmp_path):
 @pytest.mark.parametrize(
     "path", ["/", "/run?run=one", "/news?run=one", "/static/ui.js"]
 )
-def test_without_the_cookie_nothing_is_shown(served, path, cookie):
+def test_shows_nothing_without_cookie(served, path, cookie):
     reply = served.ask(path, cookie=cookie)
     assert reply.status == 401
     assert "one" not in reply.text.replace("flaxckpt", "")
 
 
 @pytest.mark.parametrize("token", ["", "x", "%C3%A9", "%ff", "a" * 5000])
-def test_another_token_is_refused(served, token):
+def test_rejects_wrong_token(served, token):
     reply = served.ask(f"/?token={token}", cookie=None)
     assert reply.status == 401
     assert "set-cookie" not in reply.headers
 
 
 @pytest.mark.parametrize("path", ["/run?run=one&token=", "/leaves?token="])
-def test_a_token_opens_the_first_page_only(served, path):
+def test_token_opens_only_first_page(served, path):
     assert served.ask(f"{path}{served.token}", cookie=None).status == 401
 
 
@@ -83,7 +83,7 @@ def test_a_token_opens_the_first_page_only(served, path):
         ("", 421),
     ],
 )
-def test_other_hosts_are_refused(served, host, status):
+def test_rejects_other_hosts(served, host, status):
     assert served.ask("/run?run=one", Host=host).status == status
     if status != 200:
         entered = served.ask(f"/?token={served.token}", cookie=None, Host=host)
@@ -93,12 +93,12 @@ def test_other_hosts_are_refused(served, host, status):
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://localhost", "https://{host}", ""]
 )
-def test_other_origins_are_refused(served, origin):
+def test_rejects_other_origins(served, origin):
     reply = served.ask("/run?run=one", Origin=origin.format(host=served.host))
     assert reply.status == 403
 
 
-def test_the_own_origin_is_allowed(served):
+def test_accepts_own_origin(served):
     assert served.ask("/run?run=one", Origin=f"http://{served.host}").status == 200
 
 
@@ -115,7 +115,7 @@ def test_the_own_origin_is_allowed(served):
         ("same-site", "navigate", "iframe", 403),
     ],
 )
-def test_requests_of_other_sites_are_refused(served, site, mode, destination, status):
+def test_rejects_requests_from_other_sites(served, site, mode, destination, status):
     headers = {
         "Sec_Fetch_Site": site,
         "Sec_Fetch_Mode": mode,
@@ -127,11 +127,11 @@ def test_requests_of_other_sites_are_refused(served, site, mode, destination, st
 @pytest.mark.parametrize(
     "method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"]
 )
-def test_other_methods_are_refused(served, method):
+def test_rejects_other_methods(served, method):
     assert served.ask("/run?run=one", method=method).status == 405
 
 
-def test_every_answer_has_a_strict_policy(served):
+def test_every_response_has_strict_security_headers(served):
     for path in (
         "/",
         "/static/ui.js",
@@ -173,7 +173,7 @@ def test_every_answer_has_a_strict_policy(served):
         "/plan/result?run=one&into=..",
     ],
 )
-def test_only_runs_and_leaves_that_exist_are_opened(served, path):
+def test_opens_only_existing_runs_and_leaves(served, path):
     reply = served.ask(path)
     assert reply.status == 404
     assert "root:" not in reply.text
@@ -191,7 +191,7 @@ def test_only_runs_and_leaves_that_exist_are_opened(served, path):
         "/compare/result?run=one&a=1&b=1",
     ],
 )
-def test_senseless_addresses_are_errors_of_the_asker(served, path):
+def test_malformed_urls_return_bad_request(served, path):
     reply = served.ask(path)
     assert reply.status == 400
     assert "Traceback" not in reply.text
@@ -216,13 +216,13 @@ def raw(served, request):
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-def test_odd_requests_are_refused(served, request_):
+def test_rejects_odd_requests(served, request_):
     assert re.match(rb"HTTP/1.1 4\d\d |$", raw(served, request_))
     assert served.ask("/").status == 200
 
 
 @pytest.mark.slow
-def test_the_server_listens_on_this_machine_only(served):
+def test_server_listens_only_on_this_machine(served):
     assert served.host.startswith("127.0.0.1:")
     port = int(served.host.rpartition(":")[2])
     with (

@@ -151,7 +151,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("width", slow.all_but(WIDTHS, [1280]))
 @pytest.mark.parametrize("view", VIEWS)
-def test_each_view_is_quiet_and_fits(visit, tmp_path, view, width):
+def test_each_view_fits_window_without_errors(visit, tmp_path, view, width):
     opened = visit(width=width, scheme="dark" if width == 1280 else "light")
     path, fields, wanted = VIEWS[view]
     page = opened.open(path, **fields)
@@ -168,7 +168,7 @@ def served_token_is_gone(opened):
     return token not in opened.page.url and token not in opened.page.content()
 
 
-def test_a_new_step_appears_while_a_run_saves(visit, runs):
+def test_new_step_appears_while_run_saves(visit, runs):
     opened = visit()
     page = opened.open("/run", run="growing")
     page.wait_for_selector("#steps tr[data-step='2']")
@@ -195,9 +195,7 @@ def test_a_new_step_appears_while_a_run_saves(visit, runs):
 @pytest.mark.parametrize(
     "view", slow.all_but(["/compare", "/verify", "/plan", "/leaves"], ["/verify"])
 )
-def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
-    browser, tmp_path, view
-):
+def test_step_lists_follow_run_and_keep_selection(browser, tmp_path, view):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             save(run, step)
@@ -230,7 +228,7 @@ def test_open_lists_of_steps_follow_the_run_and_keep_the_choice(
         opened.context.close()
 
 
-def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
+def test_live_update_keeps_reader_state(browser, tmp_path):
     keep = [flaxckpt.policies.BestN(1, "loss", "min"), EveryNSteps(1)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as run:
         for step in range(1, 15):
@@ -266,7 +264,7 @@ def test_a_live_update_keeps_what_the_reader_has_set(browser, tmp_path):
         opened.context.close()
 
 
-def test_runs_are_switched_off_and_searched_in_all_curves(visit):
+def test_button_hides_and_shows_run_in_curves(visit):
     opened = visit()
     page = opened.page
     page.wait_for_selector("button[data-series=growing]")
@@ -285,7 +283,7 @@ def test_runs_are_switched_off_and_searched_in_all_curves(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_the_keyboard_skips_the_header_and_switches_the_colours(visit):
+def test_keyboard_skips_header_and_switches_theme(visit):
     opened = visit()
     page = opened.open("/run", run="run")
     page.keyboard.press("Tab")
@@ -300,7 +298,7 @@ def test_the_keyboard_skips_the_header_and_switches_the_colours(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_leaves_are_unfolded_searched_and_read(visit):
+def test_unfolds_searches_and_reads_leaves(visit):
     opened = visit()
     page = opened.open("/leaves", run="growing", step=2)
     assert page.locator("#tree [data-leaf]").count() == 0  # 600 are not sent at first
@@ -333,14 +331,14 @@ def test_leaves_are_unfolded_searched_and_read(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_another_step_is_chosen_from_the_list(visit):
+def test_selects_another_step_from_list(visit):
     page = visit().open("/leaves", run="growing")
     page.select_option("select[name=step]", "1")
     page.wait_for_selector("text=Leaves of step 1")
     assert "step=1" in page.url
 
 
-def test_two_steps_are_compared(visit, runs):
+def test_compares_two_steps(visit, runs):
     opened = visit()
     page = opened.open("/compare", run="run")
     page.select_option("select[name=a]", "70")
@@ -356,7 +354,7 @@ def test_two_steps_are_compared(visit, runs):
 
 
 @pytest.mark.slow
-def test_another_run_to_compare_with_brings_its_steps(visit):
+def test_selecting_another_run_lists_its_steps(visit):
     opened = visit()
     page = opened.open("/compare", run="run", a=70)
     page.select_option("select[name=with]", "growing")
@@ -374,7 +372,7 @@ def test_another_run_to_compare_with_brings_its_steps(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_a_restore_is_planned(visit):
+def test_plans_restore(visit):
     opened = visit()
     page = opened.open("/plan", run="run")
     page.select_option("select[name=into]", "source")
@@ -387,7 +385,7 @@ def test_a_restore_is_planned(visit):
 
 
 @pytest.mark.slow
-def test_a_result_of_earlier_choices_is_called_so(visit):
+def test_marks_result_of_earlier_choices(visit):
     opened = visit()
     before = "getComputedStyle(document.getElementById('result'), '::before').content"
     page = opened.open("/plan", run="run", into="run")
@@ -401,7 +399,7 @@ def test_a_result_of_earlier_choices_is_called_so(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_a_restore_with_rules_is_planned(visit):
+def test_plans_restore_with_rules(visit):
     opened = visit()
     page = opened.open("/plan", run="run", into="source")
     page.wait_for_selector("#result .outcome.bad")
@@ -419,7 +417,7 @@ def test_a_restore_with_rules_is_planned(visit):
 
 
 @pytest.mark.slow
-def test_renames_are_guessed_for_a_state_written_meanwhile(browser, tmp_path):
+def test_suggests_renames_for_state_written_meanwhile(browser, tmp_path):
     params = {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"params": {"enc": params}})
@@ -446,7 +444,7 @@ def test_renames_are_guessed_for_a_state_written_meanwhile(browser, tmp_path):
         opened.context.close()
 
 
-def test_a_run_is_verified_and_its_damage_is_shown(visit, runs, tmp_path):
+def test_verifies_run_and_shows_its_damage(visit, runs, tmp_path):
     shutil.copytree(runs / "run", runs / "harmed")
     chunks.flip(runs / "harmed/70/state", "params.trunk.kernel/c.0.0")
     opened = visit()
@@ -525,7 +523,7 @@ def test_open_pages_follow_verifications_and_marks(visit, runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_starts_later_appears_by_itself(visit, runs):
+def test_run_started_later_appears_by_itself(visit, runs):
     opened = visit()
     page = opened.page
     page.wait_for_selector("#all-runs tr[data-run='run']")
@@ -540,7 +538,7 @@ def test_a_run_that_starts_later_appears_by_itself(visit, runs):
 
 
 @pytest.mark.slow
-def test_a_table_that_shows_all_rows_does_so_after_a_save(visit, runs):
+def test_table_still_shows_all_rows_after_save(visit, runs):
     with flaxckpt.Checkpointer(runs / "many") as run:
         for step in range(1, 16):
             run.save(step, {"w": np.ones(2)})
@@ -558,7 +556,7 @@ def test_a_table_that_shows_all_rows_does_so_after_a_save(visit, runs):
 
 
 @pytest.mark.slow
-def test_the_data_of_all_runs_are_loaded_once(visit):
+def test_loads_data_of_all_runs_once(visit):
     opened = visit()
     opened.page.wait_for_selector("#all-runs tr[data-run='run']")
     sync_api.expect(opened.page.locator("#runs .message")).to_have_count(0)
@@ -573,7 +571,7 @@ def test_the_data_of_all_runs_are_loaded_once(visit):
     assert 1 in loads, loads
 
 
-def test_curves_answer_to_the_pointer_and_the_log_button(visit):
+def test_curves_respond_to_pointer_and_log_button(visit):
     opened = visit()
     page = opened.open("/run", run="run")
     figure = page.locator("figure[data-metric='eval/loss']")
@@ -585,7 +583,7 @@ def test_curves_answer_to_the_pointer_and_the_log_button(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_names_that_are_scripts_run_nothing(visit):
+def test_names_containing_scripts_run_nothing(visit):
     opened = visit()
     run = BAD.replace("/", "|")
     page = opened.page
@@ -608,7 +606,7 @@ def test_names_that_are_scripts_run_nothing(visit):
     assert opened.is_quiet, opened.messages
 
 
-def test_errors_are_shown_where_the_result_would_be(visit):
+def test_shows_errors_in_place_of_result(visit):
     opened = visit()
     page = opened.open("/compare", run="growing", a=1, b=1)
     page.wait_for_selector("#result .message.error")
@@ -617,7 +615,7 @@ def test_errors_are_shown_where_the_result_would_be(visit):
     assert "no run or checkpoint" in page.text_content("[role=alert]")
 
 
-def test_a_page_of_another_site_reads_nothing(browser, served, tmp_path):
+def test_page_of_another_site_reads_nothing(browser, served, tmp_path):
     context = browser.new_context()
     page = context.new_page()
     page.goto(served.address)
@@ -641,7 +639,7 @@ def test_a_page_of_another_site_reads_nothing(browser, served, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_long_comparison_has_its_headings_on_each_printed_page(browser, served):
+def test_long_comparison_repeats_headings_on_printed_pages(browser, served):
     context = browser.new_context(bypass_csp=True)
     page = context.new_page()
     page.goto(served.address)

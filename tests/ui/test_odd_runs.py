@@ -38,7 +38,7 @@ def read_all(found):
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_hundred_runs_are_a_page(browser, served, width):  # noqa: F811
+def test_page_shows_hundred_runs(browser, served, width):  # noqa: F811
     found = Page(browser, served, width=width)
     page = found.page
     rows = read_all(found)
@@ -68,7 +68,7 @@ def test_a_hundred_runs_are_a_page(browser, served, width):  # noqa: F811
         (HOSTILE, "Healthy"),
     ],
 )
-def test_an_odd_run_is_a_quiet_page(browser, served, run, said):  # noqa: F811
+def test_odd_run_renders_without_errors(browser, served, run, said):  # noqa: F811
     found = Page(browser, served, width=390)
     page = found.open("/run", run=run)
     expect(page.locator("#saves")).to_be_visible()
@@ -78,7 +78,7 @@ def test_an_odd_run_is_a_quiet_page(browser, served, run, said):  # noqa: F811
     found.context.close()
 
 
-def test_a_run_that_is_deleted_while_it_is_shown_is_said_to_be(browser, served):  # noqa: F811
+def test_page_reports_deletion_of_shown_run(browser, served):  # noqa: F811
     whole, single = (Page(browser, served) for _ in range(2))
     rows = read_all(whole)
     page = single.open("/run", run="run-01")

@@ -79,7 +79,7 @@ def titles(opened):
     return opened.page.locator("#all-runs thead th").all_text_contents()
 
 
-def test_runs_are_ranked_by_the_chosen_metric(opened):
+def test_ranks_runs_by_selected_metric(opened):
     assert order(opened)[: len(NAMES)] == NAMES
     opened.page.select_option("select[name=rank]", label="the best speed, lowest first")
     caption = opened.page.locator("#all-runs caption")
@@ -92,7 +92,7 @@ def test_runs_are_ranked_by_the_chosen_metric(opened):
     expect(caption).to_have_text("By the best loss, lowest first")
 
 
-def test_the_table_is_narrow_and_names_of_runs_stay_whole(opened):
+def test_table_is_narrow_and_run_names_stay_whole(opened):
     opened.page.set_viewport_size({"width": 1000, "height": 800})
     box = opened.page.locator("#all-runs .scroll")
     assert box.evaluate("each => each.scrollWidth - each.clientWidth") <= 0
@@ -104,7 +104,7 @@ def test_the_table_is_narrow_and_names_of_runs_stay_whole(opened):
     assert box.locator("tbody th a").first.evaluate(lines) == 1
 
 
-def test_runs_are_grouped(opened):
+def test_groups_runs_by_name_and_metrics(opened):
     opened.page.select_option("select[name=group]", "name")
     captions = opened.page.locator("#all-runs caption")
     expect(captions.nth(1)).to_contain_text("sgd: By the best loss")
@@ -113,7 +113,7 @@ def test_runs_are_grouped(opened):
     expect(captions.nth(1)).to_contain_text("loss, speed, momentum: By")
 
 
-def test_a_search_finds_names_and_metrics_in_all_groups(opened):
+def test_search_finds_names_and_metrics_in_all_groups(opened):
     page = opened.page
     page.select_option("select[name=group]", "name")
     expect(page.locator("#all-runs caption").nth(1)).to_be_visible()
@@ -126,7 +126,7 @@ def test_a_search_finds_names_and_metrics_in_all_groups(opened):
     page.fill("#all-runs [data-search]", "")
 
 
-def test_runs_are_grouped_and_found_by_their_tags(opened):
+def test_groups_and_finds_runs_by_tags(opened):
     page = opened.page
     row = page.locator("tr[data-run='sgd-1']")
     expect(row.locator("td")).to_contain_text(["sgd", "0.1"])
@@ -150,7 +150,7 @@ def test_runs_are_grouped_and_found_by_their_tags(opened):
         assert {*order(opened)} == found, search
 
 
-def test_a_link_shows_the_ranking_group_and_search_of_its_sender(browser, served):  # noqa: F811
+def test_link_keeps_ranking_group_and_search(browser, served):  # noqa: F811
     sender = Page(browser, served)
     page = sender.page
     page.select_option("select[name=rank]", label="the best speed, highest first")
@@ -178,7 +178,7 @@ def test_a_link_shows_the_ranking_group_and_search_of_its_sender(browser, served
     sender.context.close()
 
 
-def test_keys_open_the_run_of_a_curve(opened):
+def test_keys_open_run_of_curve(opened):
     page = opened.page
     over = page.locator("figure[data-metric=loss] .u-over")
     over.focus()
@@ -200,7 +200,7 @@ def colours(opened):
     return dict(buttons.evaluate_all(seen))
 
 
-def test_a_run_keeps_its_colour_whatever_comes_before_it(opened, served):
+def test_run_keeps_its_colour_beside_new_runs(opened, served):
     page = opened.page
     before = colours(opened)
     assert len(before) == len({*before.values()}) == 8
@@ -219,7 +219,7 @@ def test_a_run_keeps_its_colour_whatever_comes_before_it(opened, served):
     assert colours(opened) == now
 
 
-def test_a_click_on_a_row_or_a_curve_opens_the_run(opened):
+def test_click_on_row_or_curve_opens_run(opened):
     page = opened.page
     page.locator("#all-runs tr[data-run='sgd-1'] td").nth(1).click()
     page.wait_for_url("**/run?run=sgd-1")

@@ -34,13 +34,13 @@ def served(tmp_path_factory):
         yield server
 
 
-def test_news_have_a_version_and_a_text(served):
+def test_news_contain_version_and_text(served):
     news = json.loads(served.ask("/news?run=one").text)
     assert set(news) == {"version", "text", "is_bad"}
     assert served.ask("/news?run=two").status == 404
 
 
-def test_values_are_read_without_jax(served):
+def test_reads_values_without_jax(served):
     """It takes 120 MB and a second, of a server that runs beside the training."""
     for leaf in ("w", "b"):
         shown = served.ask(f"/leaves/leaf?run=one&step=2&leaf={leaf}")
@@ -79,7 +79,7 @@ def assert_ends(served):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_server_during_a_read(slow):
+def test_ctrl_c_ends_server_during_read(slow):
     served, store = slow
     assert served.cookie
     store.signal(signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_ctrl_c_ends_the_server_during_a_read(slow):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_server_during_a_verification(slow):
+def test_ctrl_c_ends_server_during_verification(slow):
     served, store = slow
     store.signal(signal.SIGSTOP)
     assert "Verifying" in served.ask("/verify/start?run=run&step=all").text
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_the_server_during_a_verification(slow):
 
 
 @pytest.mark.slow
-def test_a_verification_is_stopped_and_nothing_counts_as_read(slow):
+def test_stopped_verification_marks_nothing_as_verified(slow):
     served, store = slow
     store.signal(signal.SIGSTOP)
     assert "Verifying step 1" in served.ask("/verify/start?run=run&step=1").text

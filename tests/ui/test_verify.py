@@ -64,7 +64,7 @@ def states(markup):
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_a_good_checkpoint_is_whole(tmp_path, open_page, kind):
+def test_reports_good_checkpoint_as_whole(tmp_path, open_page, kind):
     flaxckpt.save(tmp_path / "one", STATES[kind]())
     space = open_page(tmp_path / "one")
     shown = verified(space, run="one")
@@ -73,7 +73,7 @@ def test_a_good_checkpoint_is_whole(tmp_path, open_page, kind):
     assert 'class="state verified"' in ask(overview.page, space, run="one")
 
 
-def test_only_the_step_that_was_read_is_green(run, open_page):
+def test_marks_only_read_step_as_verified(run, open_page):
     space = open_page(run)
     before = ask(overview.page, space, run="run")
     assert "state verified" not in before
@@ -101,7 +101,7 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
     )
 
 
-def test_a_file_that_cannot_be_opened_is_damage_as_well(run, open_page):
+def test_reports_unreadable_manifest_as_damage(run, open_page):
     (run / "3" / "flaxckpt.json").write_text("{")
     shown = verified(open_page(run), run="run", step=3)
     assert "Step 3 of run is damaged" in shown
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_opened_is_damage_as_well(run, open_page):
     assert "at fault" not in shown
 
 
-def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):
+def test_overwritten_step_is_no_longer_verified(run, open_page):
     space = open_page(run)
     verified(space, run="run", step=3)
     with flaxckpt.Checkpointer(run) as again:
@@ -122,7 +122,7 @@ def test_a_step_that_was_saved_again_is_not_green_any_more(run, open_page):
     assert "check verified" not in ask(overview.page, space, run="run")
 
 
-def test_a_step_that_is_deleted_meanwhile_is_not_damaged(run, open_page):
+def test_does_not_report_deleted_step_as_damaged(run, open_page):
     space = open_page(run)
     [place] = space.places.runs.values()
     steps = space.feeds.latest(place).report.steps
@@ -135,7 +135,7 @@ def test_a_step_that_is_deleted_meanwhile_is_not_damaged(run, open_page):
     assert found == ["unknown", "verified", "verified"]
 
 
-def test_page_says_that_leaves_without_checksums_are_only_read(tmp_path, open_page):
+def test_reports_leaves_without_checksums_as_only_read(tmp_path, open_page):
     layout = flaxckpt.ArrayLayout(checksum=False)
     flaxckpt.save(tmp_path / "one", {"w": np.ones(9)}, layout=layout)
     assert "without checksums: only read" in verified(
@@ -143,7 +143,7 @@ def test_page_says_that_leaves_without_checksums_are_only_read(tmp_path, open_pa
     )
 
 
-def test_many_faults_are_counted_and_the_first_are_shown(tmp_path, open_page):
+def test_counts_many_faults_and_shows_first_ones(tmp_path, open_page):
     state = {f"layer_{n}": np.full(5, n) for n in range(130)}
     flaxckpt.save(tmp_path / "one", state)
     file = tmp_path / "one/state/d/0.small.0"
@@ -154,7 +154,7 @@ def test_many_faults_are_counted_and_the_first_are_shown(tmp_path, open_page):
     assert shown.count("data-place=") == 100
 
 
-def test_results_are_bounded(tmp_path, open_page, run, monkeypatch):
+def test_limits_number_of_results(tmp_path, open_page, run, monkeypatch):
     monkeypatch.setattr(verifications, "_MOST_RESULTS", 2)
     space = open_page(run)
     shown = verified(space, run="run", step="all")
@@ -163,7 +163,7 @@ def test_results_are_bounded(tmp_path, open_page, run, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["memory", "moto"])
-def test_runs_in_object_stores_are_verified(store_path, open_page, kind):
+def test_verifies_runs_in_object_stores(store_path, open_page, kind):
     root = store_path(kind)
     with flaxckpt.Checkpointer(root / "run") as made:
         for step in (1, 2):
@@ -172,7 +172,7 @@ def test_runs_in_object_stores_are_verified(store_path, open_page, kind):
     assert "All 2 steps are whole" in shown
 
 
-def test_damage_that_was_found_is_marked_by_a_command(run, open_page):
+def test_page_gives_command_to_mark_damage(run, open_page):
     flip_bit(largest_file(run / "2" / "state"))
     space = open_page(run)
     assert "--mark" not in verified(space, run="run", step=3)
@@ -186,7 +186,7 @@ def test_damage_that_was_found_is_marked_by_a_command(run, open_page):
 
 
 @pytest.mark.slow
-def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
+def test_page_gives_command_to_remove_mark_of_good_step(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)
@@ -202,7 +202,7 @@ def test_a_mark_of_a_good_step_is_removed_by_a_command(run, open_page):
 
 
 @pytest.mark.slow
-def test_a_mark_after_a_verification_ends_its_result(run, open_page):
+def test_mark_after_verification_ends_its_result(run, open_page):
     space = open_page(run)
     good = verified(space, run="run", step=3)
     assert re.search(r"Step 3 of run is whole, verified at [0-9]+:", good)
@@ -218,7 +218,7 @@ def test_a_mark_after_a_verification_ends_its_result(run, open_page):
     assert ">3, damaged</option>" in ask(verify.page, space, run="run", step=2)
 
 
-def test_a_mark_in_a_store_ends_the_result_of_a_verification(store_path, open_page):
+def test_mark_in_store_ends_verification_result(store_path, open_page):
     root = store_path("memory")
     with flaxckpt.Checkpointer(root / "run") as made:
         made.save(1, {"w": np.full(3, 1)})
@@ -234,7 +234,7 @@ def test_a_mark_in_a_store_ends_the_result_of_a_verification(store_path, open_pa
 
 
 @pytest.mark.slow
-def test_a_mark_in_the_journal_ends_the_result_of_a_verification(run, open_page):
+def test_mark_in_journal_ends_verification_result(run, open_page):
     space = open_page(run)
     verified(space, run="run", step=3)
     chunk = largest_file(run / "3" / "state")
@@ -250,7 +250,7 @@ def test_a_mark_in_the_journal_ends_the_result_of_a_verification(run, open_page)
     assert "Since then, it was marked as damaged" in shown
 
 
-def test_a_repaired_step_is_not_shown_as_damaged(run, open_page):
+def test_does_not_show_repaired_step_as_damaged(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)
@@ -267,7 +267,7 @@ def test_a_repaired_step_is_not_shown_as_damaged(run, open_page):
 
 
 @pytest.mark.slow
-def test_the_removal_of_a_mark_ends_the_result_of_a_verification(run, open_page):
+def test_removal_of_mark_ends_verification_result(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)
@@ -282,7 +282,7 @@ def test_the_removal_of_a_mark_ends_the_result_of_a_verification(run, open_page)
     assert "outcome open" in shown
 
 
-def test_files_that_change_after_a_verification_end_its_result(run, open_page):
+def test_changed_files_end_verification_result(run, open_page):
     space = open_page(run)
     verified(space, run="run", step="all")
     version = news(space).version
@@ -295,7 +295,7 @@ def test_files_that_change_after_a_verification_end_its_result(run, open_page):
 
 
 @pytest.mark.slow
-def test_consistent_changes_keep_the_verification_result(run, open_page):
+def test_consistent_changes_keep_verification_result(run, open_page):
     chunk = largest_file(run / "2" / "state")
     content = chunk.read_bytes()
     flip_bit(chunk)
@@ -313,7 +313,7 @@ def test_consistent_changes_keep_the_verification_result(run, open_page):
     assert states(shown) == {2: "verified", 3: "whole"}
 
 
-def test_a_result_is_shown_for_its_own_step_only(run, open_page):
+def test_shows_result_only_for_its_own_step(run, open_page):
     with flaxckpt.Checkpointer(run) as made:
         made.delete(1)
     flip_bit(largest_file(run / "2" / "state"))
@@ -332,7 +332,7 @@ def test_a_result_is_shown_for_its_own_step_only(run, open_page):
         assert 'class="faults"' in shown
 
 
-def test_verification_changes_the_version_of_pages(run, open_page):
+def test_verification_changes_version_of_pages(run, open_page):
     space = open_page(run)
     ask(overview.page, space, run="run")  # the first report
     before = news(space).version
@@ -343,7 +343,7 @@ def test_verification_changes_the_version_of_pages(run, open_page):
     assert f'version={after}"' in ask(overview.page, space, run="run")
 
 
-def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):
+def test_suggests_no_mark_for_checkpoint_outside_run(tmp_path, open_page):
     flaxckpt.save(tmp_path / "one", {"w": np.arange(99.0)})
     flip_bit(largest_file(tmp_path / "one" / "state"))
     shown = verified(open_page(tmp_path / "one"), run="one")
@@ -352,7 +352,7 @@ def test_a_checkpoint_outside_of_a_run_has_no_mark(tmp_path, open_page):
 
 
 @pytest.mark.slow
-def test_the_best_step_is_not_called_so_once_damage_was_found(tmp_path, open_page):
+def test_damaged_step_is_no_longer_best(tmp_path, open_page):
     keep = [flaxckpt.policies.BestN(1, "loss", "min"), flaxckpt.policies.LatestN(2)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as made:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4)):

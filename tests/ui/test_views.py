@@ -125,7 +125,7 @@ def leaves_in_the_tree(space, name):
 
 
 @pytest.mark.parametrize("kind", STATES)
-def test_every_leaf_is_in_the_tree_and_can_be_read(tmp_path, open_page, kind):
+def test_tree_lists_every_leaf_with_statistics(tmp_path, open_page, kind):
     flaxckpt.save(tmp_path / "one", STATES[kind]())
     space = open_page(tmp_path / "one")
     stored = flaxckpt.metadata(tmp_path / "one").leaves
@@ -137,7 +137,7 @@ def test_every_leaf_is_in_the_tree_and_can_be_read(tmp_path, open_page, kind):
     assert "Sizes" in ask(overview.page, space, run="one")
 
 
-def test_the_tree_is_open_around_the_leaf_of_an_address(tmp_path, open_page):
+def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
     layers = {f"layer_{n}": {"w": np.ones(1), "b": np.ones(1)} for n in range(30)}
     flaxckpt.save(tmp_path / "one", {"params": layers})
     space = open_page(tmp_path / "one")
@@ -182,7 +182,7 @@ def test_leaves_open_on_the_one_to_look_at_first(tmp_path, open_page, a, b, loss
     assert f'hx-get="/leaves/leaf?run=run&amp;step=3&amp;leaf={said[0]}"' in shown
 
 
-def test_a_wide_container_comes_in_parts(tmp_path, open_page):
+def test_loads_wide_container_in_parts(tmp_path, open_page):
     state = {f"layer_{n}": np.full(1, n) for n in range(1201)}
     flaxckpt.save(tmp_path / "one", state)
     space = open_page(tmp_path / "one")
@@ -190,14 +190,14 @@ def test_a_wide_container_comes_in_parts(tmp_path, open_page):
     assert len(found) == len(set(found)) == 1201
 
 
-def test_leaves_are_found_by_all_words_in_any_case():
+def test_finds_leaves_by_all_words_in_any_case():
     paths = ["params/Dense_0/kernel", "params/Dense_1/bias", "mu/Dense_1/kernel"]
     assert leaves.find(paths, ["kernel", "dense_1"]) == ["mu/Dense_1/kernel"]
     assert leaves.find(paths, ["nothing"]) == []
     assert leaves.find(paths, []) == paths
 
 
-def test_statistics_are_those_of_the_values(tmp_path, open_page):
+def test_shows_statistics_of_values(tmp_path, open_page):
     values = np.array([0.0, 1.0, np.nan, -3.0, np.inf])
     flaxckpt.save(tmp_path / "one", {"w": values})
     shown = ask(leaves.statistics, open_page(tmp_path / "one"), run="one", leaf="w")
@@ -208,7 +208,7 @@ def test_statistics_are_those_of_the_values(tmp_path, open_page):
     assert sum(counts) == 3
 
 
-def test_large_reads_wait_for_a_click(tmp_path, open_page, monkeypatch):
+def test_large_reads_wait_for_click(tmp_path, open_page, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2):
             run.save(step, {"w": np.full(100, step)})
@@ -234,7 +234,7 @@ def made(tmp_path_factory):
     return root
 
 
-def test_a_comparison_is_that_of_diff(made, open_page):
+def test_comparison_matches_diff(made, open_page):
     space = open_page(made)
     shown = ask(compare.result, space, run="run", a=70, b=80)
     truth = flaxckpt.diff(made / "run", made / "run", step_a=70, step_b=80)
@@ -243,9 +243,7 @@ def test_a_comparison_is_that_of_diff(made, open_page):
     assert "step 80 of run to source" in shown
 
 
-def test_a_comparison_counts_other_shapes_apart_and_names_damaged_items(
-    tmp_path, open_page
-):
+def test_comparison_counts_other_shapes_and_names_damaged_items(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run", items=("params", "opt")) as run:
         for step in (1, 2, 3):
             params = {"w": np.full(3, step), "x": np.ones(step), "y": np.ones(2)}
@@ -266,9 +264,7 @@ def test_a_comparison_counts_other_shapes_apart_and_names_damaged_items(
     assert "in step 3: it " in shown
 
 
-def test_a_comparison_shows_metrics_and_goes_on_past_damaged_leaves(
-    made, tmp_path, open_page
-):
+def test_comparison_shows_metrics_despite_damaged_leaves(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     chunks.flip(tmp_path / "run/70/state", "params.trunk.kernel/c.0.0")
     space = open_page(tmp_path / "run")
@@ -311,7 +307,7 @@ def damaged(made, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("known_by", ["nobody", "mark", "verify"])
 @pytest.mark.parametrize("run", ["run", "other"])
-def test_a_damaged_step_is_compared_if_it_is_chosen(damaged, open_page, known_by, run):
+def test_compares_selected_damaged_step(damaged, open_page, known_by, run):
     if known_by == "mark":
         arguments = ["verify", damaged / "run", "70", "--mark"]
         subprocess.run([sys.executable, "-m", "flaxckpt", *arguments], check=False)
@@ -342,7 +338,7 @@ def test_a_damaged_step_is_compared_if_it_is_chosen(damaged, open_page, known_by
         (verify.page, "step", verify.start, None),
     ],
 )
-def test_a_step_that_is_not_there_is_never_replaced_by_another(
+def test_missing_step_stays_selected_and_raises_error(
     damaged, open_page, step, view, field, then, path
 ):
     space = open_page(damaged)
@@ -359,7 +355,7 @@ def test_a_step_that_is_not_there_is_never_replaced_by_another(
         then(space, query)
 
 
-def test_a_step_of_a_checkpoint_without_steps_is_refused(made, open_page):
+def test_rejects_step_of_single_checkpoint(made, open_page):
     space = open_page(made)
     asked = {"run": "run", "a": 60, "with": "source", "b": 70, "go": 1}
     [url] = addresses(ask(compare.page, space, **asked), "/compare/result")
@@ -367,13 +363,13 @@ def test_a_step_of_a_checkpoint_without_steps_is_refused(made, open_page):
         compare.result(space, url)
 
 
-def test_the_first_step_is_compared_with_the_next_by_default(made, open_page):
+def test_compares_first_step_with_next_by_default(made, open_page):
     space = open_page(made)
     shown = ask(compare.page, space, run="run", b=20)
     assert (chosen(shown, "a"), chosen(shown, "b")) == (["40"], ["20"])
 
 
-def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
+def test_shows_no_difference_of_metrics_missing_on_one_side(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5, "odd": np.nan})
         run.save(2, {"w": np.ones(2)}, metrics={"odd": 1.0, "new": 2.0})
@@ -389,9 +385,7 @@ def test_metrics_that_one_side_lacks_have_no_difference(tmp_path, open_page):
     assert "nothing changed in 1 leaf." in shown
 
 
-def test_one_run_is_compared_with_those_beside_it_and_of_the_command_line(
-    tmp_path, open_page
-):
+def test_compares_run_with_neighbors_and_command_line_runs(tmp_path, open_page):
     for name in ("runs/a", "runs/b", "elsewhere/c"):
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             for step in (1, 2):
@@ -419,7 +413,7 @@ def test_one_run_is_compared_with_those_beside_it_and_of_the_command_line(
             ask(view, space, run="b")
 
 
-def test_a_plan_is_that_of_the_restore(made, open_page):
+def test_plan_reports_success_or_conflicts_of_restore(made, open_page):
     space = open_page(made / "run", [made / "source"])
     into = str(made / "source")
     assert into in ask(plan.page, space, run="run")
@@ -432,7 +426,7 @@ def test_a_plan_is_that_of_the_restore(made, open_page):
     assert "would succeed" in shown
 
 
-def test_the_view_of_plans_says_how_to_add_a_state(made, open_page):
+def test_plan_page_tells_how_to_add_state(made, open_page):
     space = open_page(made / "run")
     shown = html.unescape(ask(plan.page, space, run="run"))
     assert f"flaxckpt ui {made / 'run'} --against PATH" in shown
@@ -450,7 +444,7 @@ def options(markup, name):
     return [html.unescape(each) for each in re.findall('value="([^"]*)"', found)]
 
 
-def test_states_that_appear_later_can_be_restored_into(tmp_path, open_page):
+def test_plans_into_states_created_later(tmp_path, open_page):
     runs_dir = tmp_path / "runs"
     with flaxckpt.Checkpointer(runs_dir / "a") as run:
         run.save(1, {"w": np.ones(2, np.float32)})
@@ -482,7 +476,7 @@ def test_states_that_appear_later_can_be_restored_into(tmp_path, open_page):
     assert options(ask(plan.page, space, run="a"), "into") == ["a", "single"]
 
 
-def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_page):
+def test_lists_state_files_beside_runs_and_of_command_line(tmp_path, open_page):
     for name in ("a", "deep/b"):
         with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
             run.save(1, {"w": np.ones(2, np.float32)})
@@ -499,7 +493,7 @@ def test_files_of_states_beside_runs_and_from_the_command_line(tmp_path, open_pa
         places.find_places(tmp_path / "runs", [tmp_path / "bad.json"])
 
 
-def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
+def test_plan_and_step_lists_show_damage(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     largest = tmp_path / "run/80/state/d/0.small.0"
     largest.write_bytes(largest.read_bytes()[:-1])
@@ -531,7 +525,7 @@ def test_a_plan_and_the_lists_of_steps_know_damage(made, tmp_path, open_page):
 
 
 @pytest.mark.parametrize("known_by", ["mark", "sizes", "description", "verify"])
-def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
+def test_plan_of_damaged_step_links_to_newest_good_step(
     made, tmp_path, open_page, known_by
 ):
     shutil.copytree(made / "run", tmp_path / "run")
@@ -564,9 +558,7 @@ def test_a_plan_of_a_damaged_step_links_to_that_of_the_newest_good_one(
 
 
 @pytest.mark.slow
-def test_a_plan_reads_the_state_of_a_run_from_its_newest_readable_step(
-    made, tmp_path, open_page
-):
+def test_plan_reads_state_of_run_from_newest_readable_step(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     (tmp_path / "run/80/flaxckpt.json").write_text("{")
     space = open_page(tmp_path / "run")
@@ -586,9 +578,7 @@ def test_a_plan_reads_the_state_of_a_run_from_its_newest_readable_step(
         ask(plan.result, open_page(tmp_path / "run"), **asked, step=70)
 
 
-def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
-    made, tmp_path, open_page
-):
+def test_plan_links_to_no_other_damaged_step(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     for file in (tmp_path / "run").glob("*/state/d/0.small.0"):
         file.write_bytes(file.read_bytes()[:-1])
@@ -597,7 +587,7 @@ def test_a_plan_of_a_damaged_step_links_to_no_other_damaged_step(
     assert "instead" not in shown
 
 
-def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, open_page):
+def test_failing_plan_shows_remedy_as_field_value(tmp_path, open_page):
     def save_as(path, name, **more):
         params = {name: {"up": jnp.ones((4, 6)), "down": jnp.ones((6, 4))}, **more}
         flaxckpt.save(tmp_path / path, {"params": params})
@@ -628,7 +618,7 @@ def test_a_plan_that_fails_has_its_remedy_in_the_form_of_the_field(tmp_path, ope
     assert "as they are stored, under another path in the checkpoint" in shown
 
 
-def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_page):
+def test_directory_shows_metrics_and_row_of_each_run(made, open_page):
     space = open_page(made)
     assert set(space.places.runs) == {"run", "source"}
     shown = all_runs(space)
@@ -638,7 +628,7 @@ def test_a_directory_of_runs_has_their_metrics_and_a_row_for_each(made, open_pag
     assert [line["name"] for line in drawn[0]["lines"]] == ["run"]
 
 
-def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
+def test_shows_damaged_run_with_its_damage(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     (tmp_path / "run" / "80" / "flaxckpt.json").write_text("{")
     largest = largest_file(tmp_path / "run" / "70" / "state")
@@ -649,7 +639,7 @@ def test_a_damaged_run_is_shown_with_its_damage(made, tmp_path, open_page):
     assert "Leaves" in ask(leaves.page, space, run="run")
 
 
-def test_the_table_of_runs_shows_the_newest_good_step(made, tmp_path, open_page):
+def test_table_of_runs_shows_newest_good_step(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "runs" / "run")
     shutil.copytree(made / "run", tmp_path / "runs" / "lost")
     for step in (40, 70, 80):
@@ -691,7 +681,7 @@ def test_table_of_runs_shows_verification_results(made, tmp_path, open_page):
     assert row["state"] == "1 damaged step: 80"
 
 
-def test_a_single_checkpoint_shows_its_metrics(tmp_path, open_page):
+def test_single_checkpoint_shows_its_metrics(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(3, {"w": np.ones(4)}, metrics={"loss": 0.25, "accuracy": np.nan})
     (tmp_path / "some").mkdir()
@@ -716,7 +706,7 @@ def rows_of(markup, what):
     ]
 
 
-def test_the_table_of_runs_has_the_best_of_each_policy(tmp_path, open_page):
+def test_table_of_runs_shows_best_of_each_policy(tmp_path, open_page):
     names = ("loss", "accuracy", "error", "perplexity", "bleu")
     rows = {1: (0.5, 0.3, 9.0, 7.0, 3.0), 2: (0.2, 0.2, 5.0, 6.0, 4.0)}
     for run, count in (("a", 2), ("b", 5), ("none", 0)):
@@ -762,7 +752,7 @@ def cells(shown):
     return [dict(zip(titles, row, strict=True)) for row in texts]
 
 
-def test_an_empty_run_is_shown(tmp_path, open_page):
+def test_shows_empty_run(tmp_path, open_page):
     (tmp_path / "run").mkdir()
     space = open_page(tmp_path / "run")
     assert "no steps yet" in ask(overview.page, space, run="run")
@@ -770,7 +760,7 @@ def test_an_empty_run_is_shown(tmp_path, open_page):
         assert "<form" in ask(view, space, run="run") or view is leaves.page
 
 
-def test_runs_in_directories_are_found_and_links_are_not_followed(tmp_path):
+def test_finds_runs_in_directories_without_following_links(tmp_path):
     state = {"w": np.ones(2)}
     for name in ("a", "deep/b", "deep/er/c", "deep/er/est/d"):
         with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
@@ -797,7 +787,7 @@ def test_find_places_rejects_paths_without_checkpoints(tmp_path):
         places.find_places(tmp_path / "one", [tmp_path / "missing"])
 
 
-def test_the_page_changes_nothing(made, open_page):
+def test_pages_change_no_files(made, open_page):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     space = open_page(made)
     all_runs(space)
@@ -808,7 +798,7 @@ def test_the_page_changes_nothing(made, open_page):
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
 
 
-def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
+def test_news_report_saved_and_deleted_steps(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": np.ones(2)}).wait()
         space = open_page(tmp_path / "run")
@@ -824,7 +814,7 @@ def test_news_of_a_run_are_its_new_and_deleted_steps(tmp_path, open_page):
     assert space.feeds.news([place]).version == str(second.version)
 
 
-def test_news_of_a_run_are_steps_marked_by_another_process(tmp_path, open_page):
+def test_news_report_steps_marked_by_another_process(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2):
             run.save(step, {"w": np.ones(2)}).wait()
@@ -841,13 +831,13 @@ def test_news_of_a_run_are_steps_marked_by_another_process(tmp_path, open_page):
         assert space.feeds.latest(place).news == f"step 1 {news}"
 
 
-def test_every_view_has_an_address():
+def test_app_registers_addresses_of_views():
     assert set(app._VIEWS) | set(app._READS) >= {"/", "/run", "/leaves", "/compare"}
     assert "/plan/result" in app._VIEWS
 
 
 @pytest.mark.parametrize("kind", ["memory", "moto"])
-def test_runs_in_object_stores_are_shown(store_path, open_page, kind):
+def test_shows_runs_in_object_stores(store_path, open_page, kind):
     root = store_path(kind)
     with flaxckpt.Checkpointer(root / "run") as run:
         for step in (1, 2):
@@ -860,7 +850,7 @@ def test_runs_in_object_stores_are_shown(store_path, open_page, kind):
     assert 'data-path="w"' in ask(compare.result, space, run="run", a=1, b=2)
 
 
-def test_a_missing_package_is_one_line(tmp_path):
+def test_missing_package_prints_one_line_error(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     done = subprocess.run(
         [
@@ -883,7 +873,7 @@ def test_a_missing_package_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_programs_get_the_address_as_json(tmp_path):
+def test_json_option_prints_address(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     process = subprocess.Popen(
         [
@@ -903,7 +893,7 @@ def test_programs_get_the_address_as_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_an_error_of_one_line(tmp_path):
+def test_port_in_use_prints_one_line_error(tmp_path):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     with serving(tmp_path / "one") as served:
         port = served.host.rpartition(":")[2]
@@ -935,7 +925,7 @@ def look_again(space):
     return ask(runs.news, space)
 
 
-def test_a_run_that_starts_later_appears(tmp_path, open_page):
+def test_run_started_later_appears(tmp_path, open_page):
     for name in ("a", "deep/b"):
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             run.save(1, {"w": np.ones(2)})
@@ -960,7 +950,7 @@ def test_a_run_that_starts_later_appears(tmp_path, open_page):
         ask(runs.news, space, run="a")
 
 
-def test_a_directory_that_was_empty_becomes_one_of_runs(tmp_path, open_page):
+def test_empty_directory_becomes_directory_of_runs(tmp_path, open_page):
     space = open_page(tmp_path)
     assert space.places.is_single
     with flaxckpt.Checkpointer(tmp_path / "a") as run:
@@ -971,7 +961,7 @@ def test_a_directory_that_was_empty_becomes_one_of_runs(tmp_path, open_page):
     assert "All runs" in ask(runs.page, space)
 
 
-def test_known_runs_are_not_read_again(tmp_path, open_page, monkeypatch):
+def test_does_not_read_known_runs_again(tmp_path, open_page, monkeypatch):
     with flaxckpt.Checkpointer(tmp_path / "a") as run:
         run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path)
@@ -999,9 +989,7 @@ def save_with_head(path, width, step=0):
     flaxckpt.save(path, state.replace(step=step))
 
 
-def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
-    tmp_path, open_page
-):
+def test_plan_into_wider_head_links_to_fresh_head(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3)
     save_with_head(tmp_path / "wide", 5)
     space = open_page(tmp_path)
@@ -1017,7 +1005,7 @@ def test_a_plan_into_a_wider_head_links_to_the_plan_that_begins_it_anew(
 
 
 @pytest.mark.slow
-def test_a_plan_shows_the_command_of_its_remedy_whole(tmp_path, open_page):
+def test_plan_shows_complete_command_of_remedy(tmp_path, open_page):
     (tmp_path / "of mine").mkdir()
     with flaxckpt.Checkpointer(tmp_path / "of mine" / "old") as run:
         run.save(3, {"params": {"head": jnp.ones(3), "trunk": jnp.ones(2)}})
@@ -1047,7 +1035,7 @@ def space_paths(space):
     return [place.path for place in space.places.runs.values()]
 
 
-def test_runs_without_steps_cannot_be_chosen(tmp_path, open_page):
+def test_disables_choice_of_runs_without_steps(tmp_path, open_page):
     for name, steps in (("a", ()), ("b", (1,)), ("c", (1, 2))):
         with flaxckpt.Checkpointer(tmp_path / name) as run:
             for step in steps:
@@ -1072,9 +1060,7 @@ def listed(shown, field):
     return dict(re.findall('<option value="([^"]*)"([^<]*)</option>', entries))
 
 
-def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
-    tmp_path, open_page
-):
+def test_plan_into_another_run_links_to_plan_as_source(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3)
     save_with_head(tmp_path / "wide", 5)
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
@@ -1101,9 +1087,7 @@ def test_a_plan_into_the_state_of_another_run_links_to_that_of_a_source(
         assert "as the source of" not in ask(plan.result, space, **fields)
 
 
-def test_a_plan_into_leaves_without_classes_links_to_the_matched_optimizer(
-    tmp_path, open_page
-):
+def test_plan_without_classes_links_to_matched_optimizer(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3)
     count = {"opt_state": {"0": {"count": "int32[]"}, "extra": "float32[2]"}}
     (tmp_path / "wanted.json").write_text(json.dumps(count))
@@ -1115,7 +1099,7 @@ def test_a_plan_into_leaves_without_classes_links_to_the_matched_optimizer(
     assert "names no classes" not in ask(plan.result, space, **follow(shown))
 
 
-def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
+def test_plans_source_of_new_run(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3, step=7)
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "old"}
@@ -1142,7 +1126,7 @@ def test_a_plan_of_the_source_of_a_new_run(tmp_path, open_page):
     assert "would fail: 1 leaf of wanted.json" in shown, "it has no optimizer"
 
 
-def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page):
+def test_plan_names_damage_outside_restored_leaves(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3)
     old_stores.make_directories(tmp_path / "old")
     [chunk] = (tmp_path / "old/state/opt_state.0.mu.trunk").glob("c*")
@@ -1158,7 +1142,7 @@ def test_a_plan_names_damage_that_the_restore_does_not_read(tmp_path, open_page)
     assert "opt_state.0.mu.trunk" in shown
 
 
-def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
+def test_plan_applies_transforms_first(tmp_path, open_page):
     def save_as(name):
         params = {name: {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
         optimizer = optax.adam(1e-3).init(params)
@@ -1186,7 +1170,7 @@ def test_a_plan_changes_the_checkpoint_first(tmp_path, open_page):
     assert workspace.Query(url.encode()).text("rename") == rules["rename"]
 
 
-def test_a_plan_keeps_the_values_of_missing_leaves(tmp_path, open_page):
+def test_plan_accepts_missing_leaves_with_init(tmp_path, open_page):
     for name, head in (("old", "head"), ("new", "classifier")):
         params = {"trunk": jnp.ones(4), head: jnp.ones((4, 3))}
         flaxckpt.save(tmp_path / name, {"params": params})
@@ -1214,14 +1198,14 @@ def test_a_plan_keeps_the_values_of_missing_leaves(tmp_path, open_page):
         ({"optimizer": "guess"}, "optimizer must be match, exact or reinit"),
     ],
 )
-def test_rules_that_mean_nothing_are_refused(tmp_path, open_page, fields, message):
+def test_rejects_invalid_rules(tmp_path, open_page, fields, message):
     flaxckpt.save(tmp_path / "one", {"params": {"w": np.ones(2, np.float32)}})
     space = open_page(tmp_path / "one")
     with pytest.raises(errors.CheckpointError, match=message):
         ask(plan.result, space, run="one", into="one", **fields)
 
 
-def test_long_rules_are_shown_whole(tmp_path, open_page):
+def test_shows_long_rules_completely(tmp_path, open_page):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     rule = "\n".join(f"<b>/{n}=</textarea>{n}" for n in range(300))
     shown = ask(
@@ -1231,7 +1215,7 @@ def test_long_rules_are_shown_whole(tmp_path, open_page):
     assert html.unescape(field) == rule
 
 
-def test_all_runs_are_shown_as_they_are_read(made, open_page):
+def test_shows_runs_while_reading_them(made, open_page):
     space = open_page(made)
     first = ask(runs.content, space)
     assert "Reading " in first or first.count("data-run=") >= 2

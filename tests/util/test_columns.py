@@ -16,7 +16,7 @@ cells = st.lists(words, max_size=3).map(" ".join)
     st.integers(1, 120),
     st.data(),
 )
-def test_columns_are_as_wide_as_their_text_if_there_is_room(rows, width, data):
+def test_columns_fit_their_text_if_space_permits(rows, width, data):
     numbers = range(len(rows[0]))
     whole = data.draw(st.sets(st.sampled_from(numbers)))
     longest = [max(len(row[n]) for row in rows) for n in numbers]
@@ -29,13 +29,13 @@ def test_columns_are_as_wide_as_their_text_if_there_is_room(rows, width, data):
     assert sum(widths) <= max(width, sum(least))
 
 
-def test_types_come_before_long_paths():
+def test_keeps_dtypes_whole_before_long_paths():
     rows = [["a/long/path/of/a/leaf", "float32[16, 64] here"]]
     assert columns.fit_widths(rows, 30) == [15, 15]
     assert columns.fit_widths(rows, 38) == [21, 17]
 
 
-def test_words_are_broken_after_slashes_and_underscores_only():
+def test_breaks_words_only_after_slashes_and_underscores():
     name = "transformer_encoder_layer_{0..2}/self_attention"
     rows = [[name, "a configuration"]]
     widths = columns.fit_widths(rows, 0)
@@ -54,7 +54,7 @@ def test_words_are_broken_after_slashes_and_underscores_only():
 
 
 @given(words, st.integers(1, 40))
-def test_paths_are_broken_after_slashes_only(path, width):
+def test_breaks_paths_only_after_slashes(path, width):
     lines = columns.break_paths(path, width).split("\n")
     assert "".join(lines) == path
     assert all(line.endswith("/") for line in lines[:-1])

@@ -34,11 +34,11 @@ def folded(*names):
         ([""], [("", 1)]),
     ],
 )
-def test_names_that_differ_in_numbers_share_a_row(names, shown):
+def test_folds_names_differing_only_in_numbers(names, shown):
     assert folded(*names) == shown
 
 
-def test_rows_with_different_cells_are_apart():
+def test_keeps_rows_with_different_cells_apart():
     rows = [LeafLine(f"w{n}", ("a" if n < 3 else "b",)) for n in range(5)]
     assert folding.fold(rows) == [
         LeafLine("w{0..2}", ("a",), leaves=3),
@@ -46,7 +46,7 @@ def test_rows_with_different_cells_are_apart():
     ]
 
 
-def test_a_source_has_the_numbers_of_its_name():
+def test_folds_sources_only_with_numbers_of_names():
     rows = [LeafLine(f"opt/0/l_{n}/w", source=f"model.{n}.w") for n in range(3)]
     [row] = folding.fold(rows)
     assert (row.name, row.source) == ("opt/0/l_{0..2}/w", "model.{0..2}.w")
@@ -74,7 +74,7 @@ def _expand(text):
         yield from range(int(first), int(last or first) + 1)
 
 
-def test_numbers_are_in_order_if_the_names_were_sorted_as_text():
+def test_orders_numbers_in_names_sorted_as_text():
     text = ["bias", "layers_0", "layers_1", "layers_10", "layers_2", "w"]
     numbers = ["bias", "layers_0", "layers_1", "layers_2", "layers_10", "w"]
     assert folding.order_numbers(text) == numbers
@@ -83,5 +83,5 @@ def test_numbers_are_in_order_if_the_names_were_sorted_as_text():
 
 
 @given(st.lists(st.text("a01/", max_size=6), unique=True))
-def test_ordered_names_are_the_same_names(names):
+def test_order_numbers_keeps_all_names(names):
     assert sorted(folding.order_numbers(sorted(names))) == sorted(names)

@@ -70,7 +70,7 @@ class Held:
 
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock])
-def test_a_fork_has_locks_of_its_own(make):
+def test_fork_has_its_own_locks(make):
     lock = util_forks.PerProcess(make)
 
     def hold(wait):
@@ -87,7 +87,7 @@ def test_a_fork_has_locks_of_its_own(make):
     assert lock.get().acquire(blocking=False)
 
 
-def test_fork_inside_a_lock_releases_it_in_both_processes():
+def test_fork_inside_lock_releases_it_in_both_processes():
     lock = util_forks.PerProcess(threading.Lock)
 
     def enter():
@@ -105,7 +105,7 @@ def test_fork_inside_a_lock_releases_it_in_both_processes():
     assert lock.get().acquire(blocking=False)
 
 
-def test_threads_of_a_process_have_one_object():
+def test_threads_of_one_process_share_object():
     for _ in range(50):
         shared, found = util_forks.PerProcess(threading.Lock), []
         barrier = threading.Barrier(8)
@@ -122,7 +122,7 @@ def test_threads_of_a_process_have_one_object():
         assert len(set(map(id, found))) == 1
 
 
-def test_a_property_that_a_thread_computes_holds_up_no_fork():
+def test_lazy_property_in_computation_does_not_block_fork():
     waits = []
 
     class Owner:
@@ -280,7 +280,7 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
+def test_fork_works_while_parent_threads_save_and_report(run, tmp_path):
     """One thread is in `save`, and another one in a sink."""
     told = run(
         """
@@ -346,7 +346,7 @@ def test_a_fork_works_while_threads_of_its_parent_save_and_tell(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_fork_works_while_its_parent_uploads(run):
+def test_fork_works_while_parent_uploads(run):
     told = run(
         """
         from flaxckpt import errors
@@ -443,7 +443,7 @@ def _inside(journal, wait):
 
 
 @pytest.mark.slow
-def test_a_fork_waits_for_an_import_that_another_thread_is_in(tmp_path):
+def test_fork_waits_for_import_in_another_thread(tmp_path):
     program = """
         import os, sys, threading, time
         import numpy as np

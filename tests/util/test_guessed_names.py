@@ -43,7 +43,7 @@ def parameters(found):
 
 
 @pytest.mark.parametrize("place", ANSWERS)
-def test_a_guessed_name_is_answered_in_one_line(place):
+def test_error_answers_guessed_name_in_one_line(place):
     found = find(place)
     for name, answer in ANSWERS[place].items():
         if name == CALL:
@@ -62,7 +62,7 @@ def test_a_guessed_name_is_answered_in_one_line(place):
 
 
 @pytest.mark.parametrize("place", [p for p in ANSWERS if p != "flaxckpt"])
-def test_answers_name_arguments_and_functions_that_exist(place):
+def test_answers_name_existing_arguments_and_functions(place):
     known = parameters(find(place))
     callables = {
         *dir(flaxckpt),
@@ -80,7 +80,7 @@ def test_answers_name_arguments_and_functions_that_exist(place):
         assert set(re.findall(r"(\w+)\(", answer)) <= callables, answer
 
 
-def test_attributes_of_objects_are_answered(tmp_path):
+def test_error_answers_guessed_attributes_of_objects(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         handle = checkpointer.save(1, {"w": np.zeros(3)})
         on_step = flaxckpt.CheckpointCallback(checkpointer, every_steps=1)
@@ -101,7 +101,7 @@ def test_attributes_of_objects_are_answered(tmp_path):
             assert "Did you mean" not in printed[-1]
 
 
-def test_other_names_get_the_errors_of_python(tmp_path):
+def test_other_names_raise_python_errors(tmp_path):
     checkpointer = flaxckpt.Checkpointer(tmp_path)
     with pytest.raises(AttributeError, match="'Checkpointer' object has no") as raised:
         _ = checkpointer.stepz
@@ -114,7 +114,7 @@ def test_other_names_get_the_errors_of_python(tmp_path):
         flaxckpt.Checkpointer(tmp_path, kep=())
 
 
-def test_a_type_error_inside_a_call_stays(tmp_path):
+def test_keeps_type_error_raised_inside_call(tmp_path):
     def fail():
         raise TypeError("argument 'max_to_keep' of another function")
 
@@ -127,7 +127,7 @@ def iter_that_fails():
     raise TypeError("argument 'max_to_keep' of another function")
 
 
-def test_an_attribute_error_inside_a_property_stays():
+def test_keeps_attribute_error_raised_inside_property():
     class Broken(flaxckpt.SaveHandle):
         @property
         def broken(self):
@@ -152,14 +152,14 @@ def test_an_attribute_error_inside_a_property_stays():
         (lambda: policies.OnSteps(), "OnSteps([100, 200])"),
     ],
 )
-def test_wrong_calls_of_policies_are_answered_with_their_values(call, answer):
+def test_error_corrects_policy_calls_with_their_values(call, answer):
     with pytest.raises(errors.OptionError) as raised:
         call()
     [line] = str(raised.value).splitlines()
     assert line.endswith(f"write {answer}")
 
 
-def test_wrong_calls_say_how_to_call(tmp_path):
+def test_error_of_wrong_call_shows_correct_call(tmp_path):
     checkpointer = flaxckpt.Checkpointer(tmp_path)
     for call, wanted in (
         (lambda: flaxckpt.Checkpointer(tmp_path, 3), "keep=[LatestN(3)]"),
@@ -173,7 +173,7 @@ def test_wrong_calls_say_how_to_call(tmp_path):
             call()
 
 
-def test_all_functions_say_which_arguments_are_missing():
+def test_all_functions_report_missing_arguments():
     functions = [getattr(flaxckpt, name) for name in flaxckpt.__all__]
     for function in filter(inspect.isfunction, functions):
         with pytest.raises(
@@ -244,7 +244,7 @@ STATES = {
         ),
     ],
 )
-def test_misplaced_arguments_are_answered_with_the_right_call(
+def test_error_of_misplaced_arguments_shows_correct_call(
     tmp_path, monkeypatch, kind, call, wanted
 ):
     monkeypatch.chdir(tmp_path)
@@ -258,7 +258,7 @@ def test_misplaced_arguments_are_answered_with_the_right_call(
         assert checkpointer.steps() == [1]
 
 
-def test_values_without_a_place_keep_the_error_of_the_value(tmp_path):
+def test_invalid_values_keep_their_own_error(tmp_path):
     checkpointer = flaxckpt.Checkpointer(tmp_path)
     state = {"w": np.zeros(3)}
     for call in (
@@ -273,7 +273,7 @@ def test_values_without_a_place_keep_the_error_of_the_value(tmp_path):
         assert not isinstance(raised.value, errors.ArgumentError)
 
 
-def test_words_for_a_step_are_answered(tmp_path):
+def test_error_answers_words_given_as_step(tmp_path):
     checkpointer = flaxckpt.Checkpointer(tmp_path)
     with pytest.raises(errors.OptionError, match=r"latest_step\(\)"):
         checkpointer.metrics("latest")
@@ -281,7 +281,7 @@ def test_words_for_a_step_are_answered(tmp_path):
         checkpointer.restore({"w": np.zeros(3)}, step="best")
 
 
-def test_objects_in_the_place_of_others_are_named(tmp_path):
+def test_errors_explain_objects_of_wrong_type(tmp_path):
     checkpointer = flaxckpt.Checkpointer(tmp_path)
     on_step = flaxckpt.CheckpointCallback(checkpointer)
     for call, wanted in (
@@ -293,7 +293,7 @@ def test_objects_in_the_place_of_others_are_named(tmp_path):
             call()
 
 
-def test_explained_objects_are_as_before():
+def test_explained_objects_keep_pickling_and_signatures():
     policy = policies.BestN(2, "loss", "max")
     assert pickle.loads(pickle.dumps(policy)) == copy.deepcopy(policy) == policy
     assert list(inspect.signature(policies.BestN).parameters) == ["n", "metric", "mode"]
@@ -304,7 +304,7 @@ def test_explained_objects_are_as_before():
     assert str(again) == str(raised.value)
 
 
-def test_options_of_a_restore_are_listed_in_every_signature():
+def test_signatures_list_all_restore_options():
     load = inspect.signature(flaxckpt.load).parameters
     for function in (flaxckpt.load_async, flaxckpt.plan):
         listed = dict(inspect.signature(function).parameters)
@@ -329,7 +329,7 @@ def test_options_of_a_restore_are_listed_in_every_signature():
 
 
 @pytest.mark.parametrize("module", [configs, datasets, errors, policies, transforms])
-def test_names_of_all_modules_are_found_from_the_package(module):
+def test_package_points_to_names_of_its_modules(module):
     for name in {*module.__all__} - {*ANSWERS["flaxckpt"]}:
         with pytest.raises(errors.UnknownNameError) as raised:
             getattr(flaxckpt, name)
@@ -344,7 +344,7 @@ def missing(theirs, place, *others):
     return {name for name in theirs if not name.startswith("_")} - known
 
 
-def test_names_of_orbax_are_known_or_answered():
+def test_knows_or_answers_orbax_names():
     ocp = pytest.importorskip("orbax.checkpoint")
     from orbax.checkpoint import v1
 
@@ -367,7 +367,7 @@ def test_names_of_orbax_are_known_or_answered():
     assert not missing(names, "flaxckpt.policies", "PreservationContext")
 
 
-def test_names_of_flax_are_known_or_answered():
+def test_knows_or_answers_flax_names():
     def arguments(function):
         return set(inspect.signature(function).parameters)
 
@@ -380,7 +380,7 @@ def test_names_of_flax_are_known_or_answered():
     assert not missing(arguments(checkpoints.restore_checkpoint), "load")
 
 
-def test_names_of_t5x_are_known_or_answered():
+def test_knows_or_answers_t5x_names():
     from tests.repository.test_migration import T5X
 
     assert not missing(T5X["Checkpointer"].split(), "Checkpointer")
@@ -392,7 +392,7 @@ def test_names_of_t5x_are_known_or_answered():
     assert not missing(of_restore, "Checkpointer.restore")
 
 
-def test_arguments_of_trainers_are_answered():
+def test_answers_arguments_of_trainers():
     """Of Hugging Face's TrainingArguments, and of Lightning's ModelCheckpoint."""
     huggingface = {
         *("output_dir", "save_total_limit", "load_best_model_at_end"),

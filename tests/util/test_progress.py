@@ -138,7 +138,7 @@ class Terminal:
         os.close(self.master)
 
 
-def test_a_bar_is_shown_while_somebody_waits_and_leaves_no_trace(tmp_path):
+def test_shows_bar_during_wait_and_erases_it(tmp_path):
     with Terminal(tmp_path, "loud") as terminal:
         for label in LABELS:
             terminal.read_until(label)
@@ -155,7 +155,7 @@ def test_a_bar_is_shown_while_somebody_waits_and_leaves_no_trace(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("label", [LABELS[0], LABELS[2]])
-def test_ctrl_c_ends_the_bar_and_leaves_the_cursor(tmp_path, label):
+def test_ctrl_c_ends_bar_and_keeps_cursor(tmp_path, label):
     with Terminal(tmp_path, "loud") as terminal:
         for earlier in LABELS[: LABELS.index(label)]:
             terminal.read_until(earlier)
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_the_bar_and_leaves_the_cursor(tmp_path, label):
     [{"FLAXCKPT_PROGRESS": "0"}, {"TERM": "dumb"}, {"IN_BACKGROUND": "1"}],
     ids=str,
 )
-def test_a_terminal_that_wants_no_bar_stays_quiet(tmp_path, environment):
+def test_shows_no_bar_if_disabled_or_unsupported(tmp_path, environment):
     with Terminal(tmp_path, "quiet", **environment) as terminal:
         terminal.read_until()
         assert terminal.child.wait() == 0
@@ -186,7 +186,7 @@ def test_a_terminal_that_wants_no_bar_stays_quiet(tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
+def test_no_color_variable_shows_bar_without_colours(tmp_path):
     with Terminal(tmp_path, "loud", NO_COLOR="1") as terminal:
         for label in LABELS:
             terminal.read_until(label)
@@ -198,7 +198,7 @@ def test_a_bar_without_colours_is_shown_if_colours_are_not_wanted(tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_is_written_where_no_terminal_is(tmp_path):
+def test_writes_nothing_without_terminal(tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), "quiet"],
         check=True,
@@ -236,7 +236,7 @@ def state():
     ids=str,
 )
 @pytest.mark.parametrize("verify", [True, False])
-def test_all_bytes_are_counted_once(tmp_path, monkeypatch, options, verify):
+def test_counts_all_bytes_once(tmp_path, monkeypatch, options, verify):
     counters = []
 
     @contextlib.contextmanager

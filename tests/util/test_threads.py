@@ -25,7 +25,7 @@ paces = pytest.mark.parametrize("pace", [None, Pace()], ids=["full", "own pace"]
 @pytest.mark.usefixtures("any_threads")
 @paces
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
-def test_every_item_is_done_once(count, pace):
+def test_processes_every_item_once(count, pace):
     done = []
     util_threads.each(done.append, range(count), threads=4, pace=pace)
     assert sorted(done) == list(range(count))
@@ -33,7 +33,7 @@ def test_every_item_is_done_once(count, pace):
 
 @pytest.mark.usefixtures("any_threads")
 @paces
-def test_the_first_error_is_raised_and_the_rest_left_out(pace):
+def test_raises_first_error_and_skips_rest(pace):
     done, before = [], set(threading.enumerate())
 
     def work(item):
@@ -48,7 +48,7 @@ def test_the_first_error_is_raised_and_the_rest_left_out(pace):
 
 
 @pytest.mark.usefixtures("any_threads")
-def test_work_beside_is_done_when_the_block_is_left():
+def test_side_task_is_done_at_end_of_block():
     done = []
     with util_threads.beside(lambda: done.append(1)):
         pass
@@ -56,7 +56,7 @@ def test_work_beside_is_done_when_the_block_is_left():
 
 
 @pytest.mark.usefixtures("any_threads")
-def test_errors_of_the_side_task_are_raised():
+def test_raises_errors_of_side_task():
     def fail():
         raise ValueError("beside")
 
@@ -88,7 +88,7 @@ def test_block_can_end_at_once_if_its_side_task_fails():
     assert len(turns) < 10_000
 
 
-def test_a_budget_is_never_exceeded():
+def test_never_exceeds_budget():
     budget = util_threads.Budget(10)
     held, most, lock = [], [], threading.Lock()
 
@@ -104,7 +104,7 @@ def test_a_budget_is_never_exceeded():
     assert max(most) <= 10
 
 
-def test_request_above_the_budget_runs_alone():
+def test_request_above_budget_runs_alone():
     budget = util_threads.Budget(10)
     with budget.hold(1000), budget.hold(0):
         waiting = threading.Thread(target=lambda: budget.hold(1).__enter__())
@@ -114,7 +114,7 @@ def test_request_above_the_budget_runs_alone():
     waiting.join()
 
 
-def test_work_goes_on_while_python_exits():
+def test_work_continues_while_python_exits():
     """A save may still be under way then; pools refuse work at that time."""
     code = """
 import threading, time
@@ -134,7 +134,7 @@ threading.Thread(target=work).start()
     assert (found.stdout.strip(), found.stderr) == ("21", "")
 
 
-def test_python_exits_while_heartbeats_are_in_a_library():
+def test_python_exits_during_heartbeats_in_library():
     """Python would abort if it ended their threads inside C++ code."""
     code = """
 import contextlib, time
@@ -175,7 +175,7 @@ def nice():
 
 
 @linux_only
-def test_threads_have_low_priority_and_the_caller_keeps_its_own():
+def test_threads_get_low_priority_and_caller_keeps_its_own():
     before, found = nice(), []
     util_threads.each(lambda _: found.append(nice()), range(20), threads=3, pace=Pace())
     assert len(found) == 20
@@ -191,7 +191,7 @@ def test_no_thread_has_low_priority_once_someone_waits():
 
 
 @linux_only
-def test_others_help_when_someone_begins_to_wait():
+def test_normal_threads_help_once_someone_waits():
     pace, before = Pace(), nice()
     slow, helped, done = threading.Semaphore(0), threading.Event(), []
 

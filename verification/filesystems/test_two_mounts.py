@@ -110,7 +110,7 @@ def attempt(ckpt, step, version):
     return "saved"
 
 
-def test_of_two_writers_of_a_step_one_wins(both):
+def test_one_of_two_writers_of_step_wins(both):
     first, second = both
     other = Other(save_rounds, second, 1)
     ckpt = flaxckpt.Checkpointer(first)
@@ -140,7 +140,7 @@ def hold_step(directory):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_read_through_the_other_mount_is_not_deleted(both):
+def test_does_not_delete_step_read_through_other_mount(both):
     first, second = both
     with flaxckpt.Checkpointer(first, keep=[LatestN(1)]) as ckpt:
         ckpt.save(1, state(1)).wait()
@@ -169,7 +169,7 @@ def read_all(directory):
 
 
 @pytest.mark.slow
-def test_a_loop_over_steps_reads_whole_steps_while_they_are_deleted(both):
+def test_loop_over_steps_reads_whole_steps_during_deletion(both):
     first, second = both
     other = Other(read_all, second)
     with flaxckpt.Checkpointer(first, keep=[LatestN(1)]) as ckpt:
@@ -192,7 +192,7 @@ def list_steps(directory):
 
 
 @pytest.mark.slow
-def test_an_acknowledged_step_comes_to_the_other_mount(both):
+def test_acknowledged_step_appears_on_other_mount(both):
     first, second = both
     other = Other(list_steps, second)
     with flaxckpt.Checkpointer(first) as ckpt:
@@ -213,7 +213,7 @@ def open_and_close(directory):
 
 
 @pytest.mark.slow
-def test_a_save_in_progress_is_not_swept_through_the_other_mount(both):
+def test_does_not_sweep_running_save_through_other_mount(both):
     first, second = both
     other = Other(open_and_close, second)
     with temporary.new_directory(first / "7") as directory:

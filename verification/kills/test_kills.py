@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_nothing_is_lost_and_nothing_is_wrong(seed):
+def test_killed_processes_lose_and_corrupt_nothing(seed):
     command = [sys.executable, "-m", "verification", "kills", "--rounds", "4"]
     ended = subprocess.run(
         [*command, "--first", str(seed)], capture_output=True, text=True, timeout=500

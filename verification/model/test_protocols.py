@@ -27,24 +27,24 @@ EACH_RULE = [
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_two_processes_break_nothing(name):
+def test_two_processes_violate_no_invariant(name):
     assert exhaust_all(name, 2).counterexample is None
 
 
 @pytest.mark.parametrize("name", ["reading", "uploads"])
-def test_three_processes_break_nothing(name):
+def test_three_processes_violate_no_invariant(name):
     assert exhaust_all(name, 3).counterexample is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["commit", "replace"])
-def test_three_processes_break_nothing_in_many_states(name):
+def test_three_processes_violate_no_invariant_in_many_states(name):
     assert exhaust_all(name, 3).counterexample is None
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "rule"), EACH_RULE)
-def test_each_rule_is_needed(name, rule):
+def test_removing_any_rule_violates_invariant(name, rule):
     found = None
     for processes in (2, 3):
         found = found or exhaust_all(name, processes, (rule,)).counterexample
@@ -55,7 +55,7 @@ def test_each_rule_is_needed(name, rule):
 
 
 @pytest.mark.parametrize("is_renewed", [True, False])
-def test_only_renewed_locks_keep_reports_true_with_a_late_marker(is_renewed):
+def test_only_renewed_locks_keep_reports_true_with_late_marker(is_renewed):
     without = ["prompt marker", *([] if is_renewed else [LATE])]
     broken = [
         exhaust(only(protocol, commit.REPORTED)).counterexample
@@ -64,7 +64,7 @@ def test_only_renewed_locks_keep_reports_true_with_a_late_marker(is_renewed):
     assert any(broken) != is_renewed
 
 
-def test_the_shortest_history_is_found():
+def test_finds_shortest_counterexample():
     protocol = uploads.protocol("changer", "uploader", without=["all changes"])
     found = exhaust(protocol).counterexample
     assert found is not None
@@ -78,7 +78,7 @@ def test_the_shortest_history_is_found():
 
 
 @pytest.mark.parametrize("name", slow.all_but(PROTOCOLS, ["reading"]))
-def test_page_names_the_broken_property_for_each_assumption(name):
+def test_page_names_broken_property_for_each_assumption(name):
     page = (ROOT / "docs/reliability/models.md").read_text(encoding="utf-8")
     for assumption, text in PROTOCOLS[name].ASSUMPTIONS.items():
         broken = "; ".join(broken_without(name, assumption))

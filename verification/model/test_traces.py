@@ -123,7 +123,9 @@ def refusals(first, second, *, has_step, pause):
 @pytest.mark.parametrize("pause", ["paused", "killed", "dead"])
 @pytest.mark.parametrize("second", IN_STORE)
 @pytest.mark.parametrize("first", ["save", "overwrite", "delete"])
-def test_traces_of_two_processes_in_a_bucket_are_paths(first, second, pause, has_step):
+def test_model_accepts_traces_of_two_processes_in_bucket(
+    first, second, pause, has_step
+):
     found = refusals(first, second, has_step=has_step, pause=pause)
     assert not list(found)
 
@@ -139,7 +141,7 @@ def test_traces_of_two_processes_in_a_bucket_are_paths(first, second, pause, has
         ("does not wait", "save", "sweep"),
     ],
 )
-def test_traces_of_planted_faults_are_no_paths(planted, first, second, monkeypatch):
+def test_model_rejects_traces_of_planted_faults(planted, first, second, monkeypatch):
     real = seams.current("commit_marker.write_new")
     if planted == "replaces unasked":
         seams.replace(monkeypatch, "commit_marker.lock_around", lambda path: None)
@@ -234,7 +236,7 @@ def directory_refusals(root, *kinds, is_killed):
 @pytest.mark.parametrize(
     "kinds", [("reader", "deleter"), ("deleter", "reader"), ("deleter", "deleter")]
 )
-def test_traces_of_readers_and_deleters_are_paths(tmp_path, kinds, is_killed):
+def test_model_accepts_traces_of_readers_and_deleters(tmp_path, kinds, is_killed):
     assert not list(directory_refusals(tmp_path, *kinds, is_killed=is_killed))
 
 
@@ -319,7 +321,7 @@ def in_order(path, real=files.directories):
 @pytest.mark.parametrize("is_first", [True, False], ids=["overwriter", "sweeper"])
 @pytest.mark.parametrize("is_killed", [False, True], ids=["paused", "killed"])
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_traces_of_overwriters_and_sweepers_are_paths(
+def test_model_accepts_traces_of_overwriters_and_sweepers(
     tmp_path, can_exchange, is_killed, is_first
 ):
     found = replace_refusals(
@@ -357,7 +359,7 @@ PLANTED_IN_REPLACEMENTS = {
 
 
 @pytest.mark.parametrize("planted", PLANTED_IN_REPLACEMENTS)
-def test_other_replacements_are_no_paths(tmp_path, monkeypatch, planted):
+def test_model_rejects_traces_of_faulty_replacements(tmp_path, monkeypatch, planted):
     PLANTED_IN_REPLACEMENTS[planted](monkeypatch)
     found = [
         why
@@ -389,7 +391,7 @@ PLANTED_IN_DELETIONS = {
 
 
 @pytest.mark.parametrize("planted", PLANTED_IN_DELETIONS)
-def test_other_deletions_are_no_paths(tmp_path, monkeypatch, planted):
+def test_model_rejects_traces_of_faulty_deletions(tmp_path, monkeypatch, planted):
     monkeypatch.setattr(leases, *PLANTED_IN_DELETIONS[planted])
     found = [
         why

@@ -1,9 +1,9 @@
 """The modules that promise, each with the tests that know it and are quick."""
 
-_OUTAGE = "test_an_outage_is_not_taken_for_the_end_of_who_holds_a_lock"
+_OUTAGE = "test_outage_does_not_count_as_death_of_lock_holder"
 _SIZE = "test_simulation_counts_written_bytes_and_files"
-_STATISTICS = "test_each_save_records_the_statistics_of_its_leaves[zstd-files]"
-_ORBAX = "test_the_manifest_names_the_item_as_its_own_root"
+_STATISTICS = "test_each_save_records_statistics_of_its_leaves[zstd-files]"
+_ORBAX = "test_manifest_names_item_as_its_own_root"
 
 MODULES: dict[str, tuple[str, ...]] = {
     "_storage/locks.py": (

@@ -23,14 +23,14 @@ def check(result):
 
 
 @pytest.mark.slow
-def test_a_save_that_lacks_memory_loses_nothing(directory, library):
+def test_save_out_of_memory_loses_nothing(directory, library):
     result = explore(["FirstSave"], directory, library, first=350, every=700)
     check(result)
     assert {kind for _, kind, _ in result.outcomes} >= {"Python", "numpy", "threads"}
 
 
 @pytest.mark.slow
-def test_no_operation_that_lacks_memory_loses_anything(directory, library):
+def test_no_operation_out_of_memory_loses_anything(directory, library):
     result = explore(
         OPERATIONS,
         directory,

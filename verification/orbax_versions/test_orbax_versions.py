@@ -13,7 +13,7 @@ W = np.arange(4, dtype=np.float32)
 
 
 @pytest.mark.slow
-def test_all_releases_read_and_are_read_as_the_page_says(tmp_path):
+def test_page_matches_results_of_all_orbax_releases(tmp_path):
     missing = [r for r in runner.releases() if not runner.interpreter(r).exists()]
     if missing:
         pytest.skip(f"no environment with Orbax {missing}: make test-orbax-versions")
@@ -28,7 +28,7 @@ def test_all_releases_read_and_are_read_as_the_page_says(tmp_path):
 
 
 @pytest.mark.parametrize("name", states.STATES)
-def test_a_state_equals_itself(name):
+def test_compare_finds_copy_of_state_equal(name):
     state = states.STATES[name]()
     copy = jax.tree.map(lambda leaf: leaf, state)
     assert states.compare(copy, state, has_target=True) == states.EQUAL
@@ -48,23 +48,23 @@ def test_a_state_equals_itself(name):
         ({"w": "a"}, {"w": "b"}),
     ],
 )
-def test_other_leaves_are_wrong(read, saved):
+def test_compare_reports_different_leaves_as_wrong(read, saved):
     assert states.compare(read, saved).startswith("wrong")
 
 
-def test_other_containers_are_wrong_only_with_a_target():
+def test_different_containers_are_wrong_only_with_target():
     assert states.compare([W], (W,)) == states.EQUAL
     assert states.compare([W], (W,), has_target=True).startswith("wrong")
 
 
-def test_none_stands_for_an_empty_tuple_only_without_a_target():
+def test_none_matches_empty_tuple_only_without_target():
     saved = {"w": W, "empty": optax.EmptyState()}
     read = {"w": W, "empty": None}
     assert states.compare(read, saved) == states.EQUAL
     assert states.compare(read, saved, has_target=True).startswith("wrong")
 
 
-def test_the_data_of_a_key_is_no_key():
+def test_compare_distinguishes_key_data_from_key():
     key = jax.random.key(1)
     data = jax.random.key_data(key)
     assert states.compare([data], [key]) == states.KEY_DATA
@@ -92,7 +92,7 @@ NONE = dict.fromkeys(ALL, "refused: ValueError")
         (NONE | {"StandardRestore": "wrong: w"}, ALL, table.WRONG),
     ],
 )
-def test_a_cell_unites_all_layouts_and_readers(read, own, cell):
+def test_cell_combines_all_layouts_and_readers(read, own, cell):
     found = {"reads": {"raw": {"s": ALL}, "compact": {"s": read}, "zstd": {}}}
     found["reads own"] = {"s": own}
     if read is NONE:
@@ -100,7 +100,7 @@ def test_a_cell_unites_all_layouts_and_readers(read, own, cell):
     assert table.state_cell(found, "s") == cell
 
 
-def test_wrong_values_and_refusals_of_flaxckpt_are_found():
+def test_find_wrong_reports_wrong_values_and_flaxckpt_refusals():
     results = {
         "0.1": {
             "reads": {"raw": {"s": ALL | {"v1.load": "wrong: w"}}},
@@ -114,7 +114,7 @@ def test_wrong_values_and_refusals_of_flaxckpt_are_found():
     ]
 
 
-def test_a_page_without_the_generated_part_is_an_error():
+def test_replace_rejects_page_without_generated_part():
     page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
     assert table.replace(page, r"a \1") == "before\na \\1\nafter"
     with pytest.raises(ValueError, match="found 0"):

@@ -20,7 +20,7 @@ FOUND = [
 
 
 @pytest.mark.slow
-def test_a_power_cut_loses_nothing_of_an_operation(directory, library):
+def test_power_cut_in_operation_loses_nothing(directory, library):
     result = explore([*SHORT, *FOUND], directory, library)
     assert not result.problems, "\n".join(result.problems)
     assert result.sequences == len(SHORT) + len(FOUND)
@@ -29,7 +29,7 @@ def test_a_power_cut_loses_nothing_of_an_operation(directory, library):
 
 
 @pytest.mark.slow
-def test_a_power_cut_loses_nothing_of_a_sequence(directory, library):
+def test_power_cut_in_sequence_loses_nothing(directory, library):
     draw = random.Random(0)
     sample = [*draw.sample(PAIRS, 20), *draw.sample(TRIPLES, 30)]
     result = explore(sample, directory, library, workers=2)
@@ -37,11 +37,11 @@ def test_a_power_cut_loses_nothing_of_a_sequence(directory, library):
 
 
 @pytest.mark.slow
-def test_a_save_that_syncs_nothing_is_found_out(directory, library):
+def test_detects_save_without_syncs(directory, library):
     result = explore([("save_carelessly",)], directory, library)
     assert any("is gone" in problem for problem in result.problems)
     assert any("cannot be read" in problem for problem in result.problems)
 
 
-def test_there_are_all_sequences_of_up_to_three_operations():
+def test_generates_all_sequences_of_up_to_three_operations():
     assert len([*operations.all_sequences(3)]) == 9 + 81 + 729

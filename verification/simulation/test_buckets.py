@@ -40,45 +40,45 @@ def assert_found(histories, patches):
 
 
 @pytest.mark.slow
-def test_a_sample_of_histories():
+def test_sample_of_histories_is_sound():
     assert_sound(range(500))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_many_histories(shard):
+def test_many_histories_are_sound(shard):
     assert_sound(range(shard * SHARD, (shard + 1) * SHARD))
 
 
 @pytest.mark.slow
-def test_a_sample_of_histories_of_whole_runs():
+def test_sample_of_whole_run_histories_is_sound():
     assert_sound(range(100), runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(2))
-def test_many_histories_of_whole_runs(shard):
+def test_many_whole_run_histories_are_sound(shard):
     assert_sound(range(shard * 1000, (shard + 1) * 1000), runs)
 
 
-def test_histories_that_found_a_defect():
+def test_histories_of_past_defects_are_sound():
     assert_sound(seeds.BUCKETS)
     assert_sound(seeds.RUNS, runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_buckets.FAULTS)
-def test_a_planted_fault_is_found(fault):
+def test_detects_planted_fault(fault):
     assert_found(buckets, planted_buckets.FAULTS[fault])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_buckets.FAULTS_OF_RUNS)
-def test_a_planted_fault_is_found_in_whole_runs(fault):
+def test_detects_planted_fault_in_whole_runs(fault):
     assert_found(runs, planted_buckets.FAULTS_OF_RUNS[fault])
 
 
-def test_a_violation_has_a_readable_timeline():
+def test_violation_has_readable_timeline():
     faults = planted_buckets.FAULTS["no lock"]
     seed, _ = next(runner.find_violations(buckets, range(100), faults))
     with runner.installed(buckets, faults), pytest.raises(kernel.Violation) as caught:
@@ -103,7 +103,7 @@ for histories in (buckets, runs):
 
 
 @pytest.mark.slow
-def test_a_seed_is_one_history_in_every_process():
+def test_seed_gives_same_history_in_every_process():
     timelines = {
         subprocess.run(
             [sys.executable, "-c", _TIMELINES],
@@ -117,6 +117,6 @@ def test_a_seed_is_one_history_in_every_process():
     assert timelines.pop().count(b"\n") > 1000
 
 
-def test_all_state_of_modules_is_known():
+def test_all_module_state_is_known():
     unknown = process_state.mutable_state() - set(process_state.known_state())
     assert not unknown, "swap the attribute in process_state, or say why it is harmless"

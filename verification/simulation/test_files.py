@@ -74,24 +74,24 @@ def _run(histories, seeds, patches=None):
 
 
 @pytest.mark.parametrize("histories", KINDS, ids=name)
-def test_a_sample_of_histories(histories):
+def test_sample_of_histories_is_sound(histories):
     _run(histories, range(12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("histories", KINDS, ids=name)
-def test_many_histories(histories):
+def test_many_histories_are_sound(histories):
     _run(histories, range(MANY))
 
 
 @pytest.mark.parametrize(("histories", "seed"), FOUND, ids=name)
-def test_a_history_that_found_a_defect(histories, seed):
+def test_history_of_past_defect_is_sound(histories, seed):
     _run(histories, [seed])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_files.FAULTS)
-def test_a_planted_fault_is_found(fault):
+def test_detects_planted_fault(fault):
     histories, patches = planted_files.FAULTS[fault]
     with pytest.raises(kernel.Violation) as found:
         _run(histories, range(MOST_HISTORIES), patches)
@@ -113,7 +113,7 @@ for histories in test_files.KINDS:
 
 
 @pytest.mark.slow
-def test_a_seed_is_one_history_in_every_process():
+def test_seed_gives_same_history_in_every_process():
     timelines = {
         subprocess.run(
             [sys.executable, "-c", _TIMELINES, pid],

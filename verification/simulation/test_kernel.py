@@ -30,18 +30,18 @@ def history(seed):
         return [str(line) for line in world.timeline]
 
 
-def test_one_seed_is_one_history():
+def test_seed_determines_history():
     assert history(1) == history(1)
     assert history(1) != history(2)
 
 
-def test_flaxckpt_gets_its_modules_back():
+def test_restores_modules_of_flaxckpt():
     assert locks.time.__name__ == "time"
     assert not hasattr(locks.threading, "Semaphore")  # the stand-in has no such name
     assert process_state.stand_ins
 
 
-def test_a_crash_ends_a_process_where_it_is():
+def test_crash_ends_process_at_once():
     effects = []
     with kernel.World(0) as world:
 
@@ -62,7 +62,7 @@ def test_a_crash_ends_a_process_where_it_is():
     assert effects == [10, 20, 30]
 
 
-def test_a_pause_delays_all_threads_of_a_process():
+def test_pause_delays_all_threads_of_process():
     times = []
     with kernel.World(0) as world:
 
@@ -77,7 +77,7 @@ def test_a_pause_delays_all_threads_of_a_process():
     assert times == [10, 115, 125]
 
 
-def test_a_clock_that_jumps_belongs_to_its_process():
+def test_clock_jump_affects_only_its_process():
     with kernel.World(0) as world:
         times = {}
 
@@ -92,14 +92,14 @@ def test_a_clock_that_jumps_belongs_to_its_process():
         assert times == {first.pid: 3605, second.pid: 5}
 
 
-def test_a_wait_without_an_end_is_a_violation():
+def test_endless_wait_raises_violation():
     with kernel.World(0) as world:
         world.start("a", lambda: locks.threading.Event().wait())
         with pytest.raises(kernel.Violation, match="a/main waits for an event"):
             world.run()
 
 
-def test_timeouts_of_waits():
+def test_waits_respect_timeouts():
     with kernel.World(0) as world:
 
         def program():
@@ -125,7 +125,7 @@ def test_timeouts_of_waits():
         world.run()
 
 
-def test_an_error_of_a_thread_is_a_violation():
+def test_error_of_thread_raises_violation():
     with kernel.World(0) as world:
         world.start("a", lambda: 1 / 0)
         with pytest.raises(kernel.Violation, match="ZeroDivisionError"):

@@ -16,12 +16,12 @@ def _run(seeds):
     assert not list(runner.find_violations(tier, seeds))
 
 
-def test_a_sample_of_histories():
+def test_sample_of_histories_is_sound():
     _run(range(6))
 
 
 @pytest.mark.slow
-def test_many_histories():
+def test_many_histories_are_sound():
     _run(range(200))
 
 
@@ -35,7 +35,7 @@ class _AllLost:
         return 0.5
 
 
-def test_copies_survive_a_power_cut():
+def test_copies_survive_power_cut():
     with runner.installed(tier), tier.story(1, copies=1, domain_size=1) as story:
         story.run_job(3, ["restore", "save", "copies"], is_calm=True)
         for machine in ("m0", "m1", "m2"):
@@ -74,7 +74,7 @@ def _copy_part_slowly(staging, operation, copy_part=upload_copies.copy_part):
     return result
 
 
-def test_a_step_that_is_replaced_while_it_is_uploaded_is_not_taken_for_uploaded():
+def test_step_replaced_during_upload_does_not_count_as_uploaded():
     patches = {(upload_copies, "copy_part"): _copy_part_slowly}
     with runner.installed(tier, patches), tier.story(1, copies=0, latest=0) as story:
         acknowledge = story.ledger.acknowledge
@@ -95,7 +95,7 @@ def test_a_step_that_is_replaced_while_it_is_uploaded_is_not_taken_for_uploaded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", planted_tier.FAULTS)
-def test_a_planted_fault_is_found(fault):
+def test_detects_planted_fault(fault):
     histories, patches = planted_tier.FAULTS[fault]
     seeds = range(MOST_HISTORIES)
     _, found = next(runner.find_violations(histories, seeds, patches))

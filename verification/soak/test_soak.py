@@ -25,7 +25,7 @@ def make_samples(**series):
     ]
 
 
-def test_growth_is_found():
+def test_detects_growth():
     base = {"rss_mib": 300.0, "python_mib": 9.0, "live_arrays": 3, "objects": 1000}
     steady = {name: [value] * 20 for name, value in base.items()}
     assert samples.problems(make_samples(**steady, threads=[1, 2] * 10)) == []
@@ -36,7 +36,7 @@ def test_growth_is_found():
     assert problem.startswith("rss_mib grows by 26")
 
 
-def test_memory_loaded_at_the_beginning_is_no_growth():
+def test_does_not_count_initial_memory_as_growth():
     rss = [100.0 * n for n in range(6)] + [600.0] * 14
     base = {"python_mib": [9.0] * 20, "live_arrays": [3] * 20, "objects": [0] * 20}
     assert samples.problems(make_samples(rss_mib=rss, **base)) == []
@@ -57,7 +57,7 @@ POOL = [9, 1, 5, 9, 2, 7, 1, 9, 3, 9]
 
 @pytest.mark.parametrize("name", [*samples.NO_MORE, *samples.FILLS])
 @pytest.mark.parametrize("each", [1, 10], ids=["in each epoch", "in each save"])
-def test_one_that_is_lost_is_found(name, each):
+def test_detects_steady_loss_of_resources(name, each):
     count = work.EPOCHS
     steady = {key: [value] * count for key, value in STEADY.items()}
     pool = POOL * 3 if name in samples.FILLS else [0] * count
@@ -76,13 +76,13 @@ def test_one_that_is_lost_is_found(name, each):
         POOL * 3,
     ],
 )
-def test_a_pool_that_fills_up_is_no_leak(tasks):
+def test_does_not_count_filling_pool_as_leak(tasks):
     steady = {key: [value] * len(tasks) for key, value in STEADY.items()}
     assert samples.problems(make_samples(**steady, tasks=tasks)) == []
 
 
 @pytest.mark.slow
-def test_threads_and_descriptors_that_are_lost_are_found_in_this_process():
+def test_detects_lost_threads_and_descriptors_in_this_process():
     taken, threads, descriptors = [], [], []
     end = threading.Event()
     try:
