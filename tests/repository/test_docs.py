@@ -55,7 +55,7 @@ BENCHMARKS = "tests/repository/test_benchmarks.py"
 RUN_ELSEWHERE = {
     "make demo": (
         "tests/repository/test_examples.py",
-        "def test_the_demo_finds_equal_runs",
+        "def test_demo_finds_equal_runs",
     ),
     "openssl req -x509 -newkey rsa:2048 -nodes -days 365 -subj /CN=job -keyout key.pem"
     " -out cert.pem": (
@@ -102,7 +102,7 @@ RUN_ELSEWHERE = {
     "pip install .": ("Makefile", "-m pip install"),
     ".venv/bin/python -m examples.digits_nnx --config=configs/digits_nnx.py": (
         "tests/repository/test_examples.py",
-        "def test_the_digits_are_learned",
+        "def test_learns_digits",
     ),
     "FLAXCKPT_EVERY_FAULT=1 python -m pytest tests/faults": (
         "tests/faults/test_sweeps.py",
@@ -114,7 +114,7 @@ RUN_ELSEWHERE = {
     ),
     "python -m benchmarks.reliability --rounds 100 --json out.json": (
         "tests/repository/test_benchmarks_reliability.py",
-        "def test_all_that_needs_no_root_runs",
+        "def test_rootless_reliability_cases_lose_nothing",
     ),
 }
 
