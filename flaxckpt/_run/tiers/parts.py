@@ -202,7 +202,7 @@ def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
             others = [n for n in after if domains[n] not in used]
             if not others:
                 break
-            best = min(others, key=lambda n: (load[n], after.index(n)))
+            best = min(others, key=lambda n: load[n])  # of equals, the first
             chosen.append(best)
             used.add(domains[best])
             load[best] += 1
