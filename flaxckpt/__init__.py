@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
     from flaxckpt._inspect.replay import ReplayReport, replay
     from flaxckpt._inspect.simulate import Simulation, simulate
+    from flaxckpt._inspect.simulate_tier import SimulatedTier
     from flaxckpt._run.checkpointer import Checkpointer
     from flaxckpt._state.leaf import LeafInfo
     from flaxckpt._state.register_leaf import register_leaf
@@ -69,6 +70,7 @@ __all__ = [
     "RestorePlan",
     "SaveHandle",
     "SaveResult",
+    "SimulatedTier",
     "Simulation",
     "StoreOptions",
     "Suggestion",
@@ -120,6 +122,7 @@ _HOMES = {
     "_inspect.diff": "CheckpointDiff LeafDiff diff",
     "_inspect.replay": "ReplayReport replay",
     "_inspect.simulate": "Simulation simulate",
+    "_inspect.simulate_tier": "SimulatedTier",
     "_run.checkpointer": "Checkpointer",
     "_state.leaf": "LeafInfo",
     "_state.register_leaf": "register_leaf",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         planner,
         restore,
         save,
+        save_distributed,
         save_handle,
         verify,
         verify_report,

@@ -348,14 +348,19 @@ _Parts: TypeAlias = tuple[dict[str, int], ...]
 
 def _send(operation: Operation, files: Mapping[str, bytes], parts: _Parts) -> None:
     """Sends the metadata of the checkpoint to the other processes."""
+    pieces = pack_metadata(files, parts)
+    operation.first("sealed", lambda: str(len(pieces)))
+    for n, piece in enumerate(pieces):
+        operation.first(f"sealed.{n}", functools.partial(str, piece))
+
+
+def pack_metadata(files: Mapping[str, bytes], parts: _Parts) -> list[str]:
+    """Returns the messages with the metadata of a checkpoint."""
     names = {name: len(content) for name, content in files.items()}
     content = b"".join([json.dumps([names, parts]).encode(), b"\n", *files.values()])
     text = _to_text(zlib.compress(content, 1))
-    count = -(-len(text) // _TEXT_BYTES)
-    operation.first("sealed", lambda: str(count))
-    for n in range(count):
-        piece = text[n * _TEXT_BYTES : (n + 1) * _TEXT_BYTES]
-        operation.first(f"sealed.{n}", functools.partial(str, piece))
+    starts = range(0, len(text), _TEXT_BYTES)
+    return [text[start : start + _TEXT_BYTES] for start in starts]
 
 
 def _receive(operation: Operation) -> tuple[dict[str, bytes], _Parts]:

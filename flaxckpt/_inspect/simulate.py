@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flaxckpt import _arrays, _checkpoint, _formats, _state, _util, _zarr, errors
+from flaxckpt._inspect.simulate_tier import Rates, SimulatedTier, simulate_tier
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
@@ -46,6 +47,8 @@ class Simulation:
         exchanges: How often all processes wait for each other.
         save_secs: Until the save is durable, from the bandwidths.
         restore_secs: Until all values are in memory.
+        tier: The same with a local disk for each process; None without
+            `staging_copies`.
     """
 
     processes: int
@@ -57,6 +60,7 @@ class Simulation:
     exchanges: int
     save_secs: float
     restore_secs: float
+    tier: SimulatedTier | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +96,7 @@ class Simulation:
             ),
             ("save", f"{self.save_secs:.1f} s"),
             ("restore", f"{self.restore_secs:.1f} s"),
+            *(self.tier.rows() if self.tier is not None else ()),
         )
         return "\n".join(f"{name:21} {value}" for name, value in rows)
 
@@ -107,6 +112,9 @@ def simulate(
     read_bytes_per_sec: float = 2e9,
     storage_bytes_per_sec: float = math.inf,
     message_secs: float = 2e-4,
+    staging_copies: int | None = None,
+    disk_bytes_per_sec: float = 2e9,
+    peer_bytes_per_sec: float = 1e9,
 ) -> Simulation:
     """Plans a save by many processes, and its restore, without any devices.
 
@@ -130,10 +138,14 @@ def simulate(
         read_bytes_per_sec: Read bandwidth of a process.
         storage_bytes_per_sec: Total bandwidth of the storage.
         message_secs: The time of a message between two processes.
+        staging_copies: As for `Checkpointer`, to also plan saves to local disks, one
+            for each process, and restores from them. None plans without them.
+        disk_bytes_per_sec: Bandwidth of a local disk, of reads and of writes.
+        peer_bytes_per_sec: Bandwidth of the network of a process, in each direction.
 
     Raises:
         OptionError: The shardings have no common AbstractMesh, or its devices cannot be
-            divided among the processes.
+            divided among the processes, or as many copies as processes.
         UnsupportedLeafError, LeafNameError: As for `save`.
     """
     options = _checkpoint.commit.SaveOptions(layout=check_layout(layout))
@@ -142,6 +154,13 @@ def simulate(
     )
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
+    if staging_copies is not None:
+        _util.arguments.check_int("staging_copies", staging_copies, least=0)
+        if staging_copies >= processes:
+            raise errors.OptionError(
+                f"staging_copies={staging_copies}, but a part is copied to other"
+                f" processes, and of {processes} there are {processes - 1}"
+            )
     _checkpoint.save.check_names(infos, options.items)
     manifest = _formats.native_manifest.Manifest(
         infos, structure, options.layout.encoding
@@ -158,12 +177,33 @@ def simulate(
     read = _read_bytes(tasks, processes, place)
     metadata_bytes = sum(map(len, metadata.values()))
     describing = len(infos) * _SECS_PER_LEAF + metadata_bytes / write_bytes_per_sec
-    talking = EXCHANGES * (processes + 1) * message_secs
-    save_secs = talking + max(
+    exchange_secs = (processes + 1) * message_secs
+    save_secs = EXCHANGES * exchange_secs + max(
         describing,
         max(written) / write_bytes_per_sec,
         sum(written) / storage_bytes_per_sec,
     )
+    tier = None
+    if staging_copies is not None:
+        tier = simulate_tier(
+            tasks,
+            places,
+            written,
+            read,
+            place,
+            metadata,
+            len(infos) * _SECS_PER_LEAF,
+            EXCHANGES,
+            exchange_secs,
+            staging_copies,
+            Rates(
+                write_bytes_per_sec,
+                read_bytes_per_sec,
+                storage_bytes_per_sec,
+                disk_bytes_per_sec,
+                peer_bytes_per_sec,
+            ),
+        )
     return Simulation(
         processes,
         len(infos),
@@ -174,6 +214,7 @@ def simulate(
         EXCHANGES,
         save_secs,
         max(max(read) / read_bytes_per_sec, sum(read) / storage_bytes_per_sec),
+        tier,
     )
 
 

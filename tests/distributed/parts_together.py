@@ -1,8 +1,14 @@
 """What processes with directories of their own do, one after the other."""
 
+import dataclasses
 import os
 import signal
 import time
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, policies
@@ -59,6 +65,45 @@ def save(ckpt, rank, given, step, mesh="rows", **options):
     state = states.everything(step, mesh)
     options.setdefault("metrics", {"loss": 1 / (step + 1)})
     return ckpt.save(step, state, **options).wait().tier
+
+
+def planned_state():
+    """Leaves with files of their own, and small ones that share files."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+
+    def leaf(shape, *spec):
+        value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        return states.array(value, NamedSharding(mesh, P(*spec)))
+
+    return {
+        "replicated": leaf((2048, 1024)),
+        "split": leaf((2048, 1024), "x"),
+        "small": [leaf((64 + 8 * n, 128), "x") for n in range(20)],
+        "same": [leaf((64 + n, 128)) for n in range(20)],
+    }
+
+
+def save_planned(ckpt, rank, given):
+    """Saves a state, and returns what a simulation says of its local tier."""
+    state = planned_state()
+    mesh = AbstractMesh((jax.device_count(),), ("x",))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)
+        ),
+        state,
+    )
+    ckpt.save(1, state).wait()
+    ckpt.wait_for_copies()
+    copies, count = given["copies"], jax.process_count()
+    planned = flaxckpt.simulate(abstract, processes=count, staging_copies=copies)
+    return dataclasses.asdict(planned)
+
+
+def restore_planned(ckpt, rank, given):
+    for leaf in jax.tree.leaves(ckpt.restore(planned_state())):
+        value = np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape)
+        states.check_array(leaf, value)
 
 
 def save_other(ckpt, rank, given, step):
@@ -153,6 +198,8 @@ DO = {
     for function in (
         save,
         save_other,
+        save_planned,
+        restore_planned,
         save_with_copies,
         restore,
         restore_or_init,

@@ -279,6 +279,32 @@ def test_places_copies_in_other_failure_domains(tmp_path):
         assert len(names & {*others}) == 1
 
 
+@pytest.mark.slow
+def test_simulation_matches_bytes_written_and_copied(tmp_path):
+    said = run(tmp_path, ["save_planned"], count=4, copies=1)
+    planned = said[0]["save_planned"]
+    tier = planned["tier"]
+    for index in range(4):
+        step = tmp_path / f"local-{index}/1"
+        sizes = {str(p): p.stat().st_size for p in step.rglob("*") if p.is_file()}
+        own = sum(n for name, n in sizes.items() if f"/d/{index}." in name)
+        assert own == pytest.approx(planned["written_bytes"][index], rel=0.01)
+        assert sum(sizes.values()) == pytest.approx(tier["disk_bytes"][index], rel=0.01)
+    remove_steps(tmp_path / "run")
+    shutil.copytree(tmp_path, tmp_path / "saved")
+    said = run(tmp_path, ["restore_planned"], count=4, copies=1)
+    pulled = [each["from_peers"] for each in said]
+    assert pulled == pytest.approx(tier["pulled_bytes"], rel=0.01)
+    for index in range(4):
+        shutil.rmtree(tmp_path / f"local-{index}")
+        if index != tier["lost"]:
+            (tmp_path / f"saved/local-{index}").rename(tmp_path / f"local-{index}")
+    said = run(tmp_path, ["restore_planned"], count=4, copies=1)
+    pulled = [each["from_peers"] for each in said]
+    assert pulled == pytest.approx(tier["lost_pulled_bytes"], rel=0.01)
+    assert all(each["from_directory"] == 0 for each in said)
+
+
 def test_keeps_newest_step_with_copies(tmp_path):
     do = [["save_with_copies", 1], ["wait_for_uploads"]]
     do += [["save", 2], ["wait_for_uploads"]]

@@ -140,3 +140,97 @@ def test_simulate_rejects_impossible_process_counts_and_real_meshes(
 def test_simulate_rejects_states_without_shardings():
     with pytest.raises(errors.OptionError, match="0 meshes"):
         flaxckpt.simulate({"a": np.ones(3)}, processes=1)
+
+
+# ---- local disks and peers -----------------------------------------------------------
+
+
+def simulate_tier(copies, processes=PROCESSES, **rates):
+    """The local tier of a large model, as AdamW trains it."""
+    state = transformer(20, 16384, large_mesh())
+    return flaxckpt.simulate(state, processes=processes, staging_copies=copies, **rates)
+
+
+def test_a_local_tier_of_1024_processes():
+    found = simulate_tier(1, storage_bytes_per_sec=2e11, message_secs=0)
+    tier, part = found.tier, max(found.written_bytes)
+    assert tier.sent_bytes == found.written_bytes
+    # Each process keeps the part of one other.
+    kept = np.array(tier.disk_bytes) - found.written_bytes - found.metadata_bytes
+    assert sorted(kept) == sorted(found.written_bytes)
+    assert part / 2e9 < tier.save_secs < found.save_secs
+    assert tier.copy_secs == pytest.approx(part / 1e9)
+    assert tier.upload_secs == pytest.approx(found.total_bytes / 2e11, rel=0.01)
+    assert max(tier.lost_directory_bytes) == 0
+    assert tier.lost_pulled_bytes[tier.lost] >= max(found.read_bytes)
+    assert np.all(np.array(tier.lost_pulled_bytes) >= tier.pulled_bytes)
+    assert tier.lost_restore_secs >= tier.restore_secs
+    assert "local restore" in str(found)
+    assert simulate_tier(None).tier is None
+
+
+def test_more_copies_need_more_disk_and_time():
+    one, two = simulate_tier(1).tier, simulate_tier(2).tier
+    assert np.all(np.array(two.disk_bytes) > one.disk_bytes)
+    assert two.copy_secs > one.copy_secs
+    # Their metadata have other times, and so another size when compressed.
+    assert two.save_secs == pytest.approx(one.save_secs, rel=1e-3)
+
+
+def test_without_copies_a_lost_part_comes_from_the_run_directory():
+    found = simulate_tier(0)
+    tier = found.tier
+    assert (tier.copy_secs, max(tier.sent_bytes)) == (0, 0)
+    far = tier.lost_directory_bytes
+    assert far[tier.lost] >= found.written_bytes[tier.lost]
+    slow = simulate_tier(0, read_bytes_per_sec=1e6).tier
+    assert slow.lost_restore_secs > tier.lost_restore_secs
+    assert slow.restore_secs == tier.restore_secs
+
+
+@pytest.mark.parametrize("rate", ["disk_bytes_per_sec", "peer_bytes_per_sec"])
+def test_slower_disks_and_networks_take_longer(rate):
+    fast, slow = simulate_tier(1).tier, simulate_tier(1, **{rate: 1e7}).tier
+    for name in ("save_secs", "copy_secs", "restore_secs", "lost_restore_secs"):
+        assert getattr(slow, name) > getattr(fast, name)
+    assert slow.upload_secs == fast.upload_secs
+
+
+def test_a_process_that_needs_its_own_part_copies_nothing():
+    mesh = AbstractMesh((8,), ("x",))
+    leaf = jax.ShapeDtypeStruct(
+        (1024, 2048), "float32", sharding=NamedSharding(mesh, P("x"))
+    )
+    found = flaxckpt.simulate({"a": leaf}, processes=8, staging_copies=1)
+    assert found.tier.pulled_bytes == (0,) * 8
+    lost = [0] * 8
+    lost[found.tier.lost] = 2**20
+    assert found.tier.lost_pulled_bytes == tuple(lost)
+
+
+def test_whole_files_are_copied_from_peers():
+    """A file of small leaves is copied although the process needs one leaf of it."""
+    mesh = AbstractMesh((2,), ("x",))
+
+    def leaf(*spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct((1024, 64), "float32", sharding=sharding)
+
+    found = flaxckpt.simulate(
+        {"split": leaf("x"), "a": leaf(), "b": leaf()}, processes=2, staging_copies=0
+    )
+    assert found.read_bytes == (5 * 2**17, 5 * 2**17)
+    assert found.tier.pulled_bytes == tuple(reversed(found.written_bytes))
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        (-1, "whole number of at least 0"),
+        (1.5, "whole number"),
+        (PROCESSES, "staging_copies=1024, .* of 1024 there are 1023"),
+    ],
+)
+def test_impossible_numbers_of_copies_are_refused(copies, message):
+    with pytest.raises(errors.OptionError, match=message):
+        simulate_tier(copies)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._run.tiers import staging
+    from flaxckpt._run.tiers import parts, staging
 
-__all__ = ["staging"]
+__all__ = ["parts", "staging"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__, __all__)
