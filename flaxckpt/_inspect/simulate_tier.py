@@ -128,7 +128,7 @@ def simulate_tier(
     copying = max(copies * max(written), max(received)) / rates.peer
     upload = max(max(written) / rates.write, sum(written) / rates.storage)
 
-    needed = _find_needed(tasks, places, count, place)
+    needed = _find_needed(tasks, places, written, place)
     lost = int(needed.sum(axis=1).argmax())
     reading = max(read) / rates.disk
     pulled, _, pull_secs = _copy_needed(needed, kept_by, _NONE, rates)
@@ -156,15 +156,13 @@ def _ints(sizes: _Numbers) -> tuple[int, ...]:
 
 
 def _find_needed(
-    tasks: Sequence[Task], places: Sequence[int], processes: int, place: Place
+    tasks: Sequence[Task], places: Sequence[int], written: Sequence[int], place: Place
 ) -> _Numbers:
     """Returns the bytes that each process (row) needs of the part of each (column).
 
     A process copies whole files, also if it needs one chunk of many.
     """
-    sizes = _arrays.write.choose_sizes(
-        sum(task.parts * task.part_bytes for task in tasks)
-    )
+    processes, sizes = len(written), _arrays.write.choose_sizes(sum(written))
     first: dict[Sharding | None, tuple[int, int]] = {}
     holders = [np.zeros((0, processes), bool)]  # of each shard of each sharding
     rows = [np.zeros((4, 0), np.int64)]  # writer, array (0: small), shard, bytes
@@ -182,9 +180,7 @@ def _find_needed(
     all_rows = np.concatenate(rows, axis=1)
     order = np.lexsort((all_rows[1], all_rows[0]))
     writer, array, shard, size = all_rows[:, order]
-    is_first = np.diff(writer, prepend=-1).astype(bool) | (
-        np.diff(array, prepend=-1) != 0
-    )
+    is_first = np.diff(writer * (len(tasks) + 1) + array, prepend=-1) != 0
     starts = np.cumsum(size) - size
     starts -= np.maximum.accumulate(np.where(is_first, starts, 0))
     number = starts // np.where(array > 0, sizes.full, sizes.full_shared)

@@ -223,6 +223,22 @@ def test_whole_files_are_copied_from_peers():
     assert found.tier.pulled_bytes == tuple(reversed(found.written_bytes))
 
 
+def test_files_of_a_large_state_hold_many_leaves():
+    """Of a state of 1.3 GB, arrays of 1 MiB in a process share files, as 1.3 MB do."""
+    mesh = AbstractMesh((4,), ("x",))
+    split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+    leaf = jax.ShapeDtypeStruct((4096, 256), "float32", sharding=split)
+    same = jax.ShapeDtypeStruct((64,), "float32", sharding=whole)
+    state = {"split": [leaf] * 300, "the_last": same}
+    found = flaxckpt.simulate(state, processes=4, staging_copies=0)
+    (writer,) = [n for n, size in enumerate(found.written_bytes) if size % 2**20]
+    want = [2**8] * 4  # after 300 MiB in files of 2 MiB
+    want[writer] = 0
+    assert found.tier.pulled_bytes == tuple(want)
+    first = flaxckpt.simulate({"a_first": same, **state}, processes=4, staging_copies=0)
+    assert sorted(first.tier.pulled_bytes)[2] > 2**21
+
+
 @pytest.mark.parametrize(
     ("copies", "message"),
     [
