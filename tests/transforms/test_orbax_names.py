@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._transforms.mirrors import find_mirrors
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
 from flaxckpt.transforms import cast, inverse, rename, transpose, use_orbax_names
 from tests.helpers import optax_zoo, strategies
@@ -269,11 +270,12 @@ def test_moments_stay_with_their_parameters(tmp_path, name):
     table = leaf_table(state)
     renamed = apply(NAMES, table)
     new_paths = dict(zip(table, renamed, strict=True))
-    for path, leaf in table.items():
-        if leaf.info.role and leaf.info.role.param:
-            param = f"params/{leaf.info.role.param}"
-            new_role = renamed[new_paths[path]].info.role
-            assert new_paths.get(param, param) == f"params/{new_role.param}"
+    assert {
+        path: mirror.param for path, mirror in find_mirrors(renamed).known.items()
+    } == {
+        new_paths[path]: new_paths[mirror.param]
+        for path, mirror in find_mirrors(table).known.items()
+    }
     back = apply(inverse(NAMES), renamed, table)
     assert [leaf.info.role for leaf in back.values()] == [
         leaf.info.role for leaf in table.values()
