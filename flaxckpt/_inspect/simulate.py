@@ -155,12 +155,7 @@ def simulate(
     infos = tuple([leaf.info for leaf in table.values()])
     _check_meshes(infos, processes)
     if staging_copies is not None:
-        _util.arguments.check_int("staging_copies", staging_copies, least=0)
-        if staging_copies >= processes:
-            raise errors.OptionError(
-                f"staging_copies={staging_copies}, but a part is copied to other"
-                f" processes, and of {processes} there are {processes - 1}"
-            )
+        _check_copies(staging_copies, processes)
     _checkpoint.save.check_names(infos, options.items)
     manifest = _formats.native_manifest.Manifest(
         infos, structure, options.layout.encoding
@@ -216,6 +211,15 @@ def simulate(
         max(max(read) / read_bytes_per_sec, sum(read) / storage_bytes_per_sec),
         tier,
     )
+
+
+def _check_copies(copies: int, processes: int) -> None:
+    _util.arguments.check_int("staging_copies", copies, least=0)
+    if copies >= processes:
+        raise errors.OptionError(
+            f"staging_copies={copies}, but a part is copied to other processes, and of"
+            f" {processes} there are {processes - 1}: pass at most {processes - 1}"
+        )
 
 
 def _check_meshes(infos: Sequence[LeafInfo], processes: int) -> None:
