@@ -530,7 +530,7 @@ class Restore:
             try:
                 self._values = _arrays.read.read(self._jobs, self._reading)
             except errors.DamagedCheckpointError as error:
-                if (parts := _steps.markers.read_parts(Path(path))) is None:
+                if (parts := _find_parts(Path(path))) is None:
                     raise
                 raise errors.DamagedCheckpointError(
                     f"{error}\n{path} has parts of a step that"
@@ -619,6 +619,14 @@ def restore(
         has_read()
         planned.compute()
         return planned.build()
+
+
+def _find_parts(path: Path) -> _steps.markers.StepParts | None:
+    """Returns the parts of the step at `path`; None if the marker is damaged, too."""
+    try:
+        return _steps.markers.read_parts(path)
+    except errors.DamagedCheckpointError:
+        return None
 
 
 def _convert_numbers(

@@ -389,7 +389,8 @@ def read_parts(path: Path) -> StepParts | None:
     if _storage.paths.is_remote(path):  # without a request
         return None
     try:
-        content = (path / PARTS).read_bytes()
+        with _storage.permissions.explain_errors(path / PARTS):
+            content = (path / PARTS).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
