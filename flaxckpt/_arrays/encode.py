@@ -67,20 +67,19 @@ def write_encoded(
             future.exception()
 
 
-def parts(array: HostArray) -> Iterator[HostShard]:
-    """Yields the shards of an array, large ones in parts of whole rows of chunks."""
-    for shard in array.shards:
-        if shard.data.nbytes <= _ENCODED_PART:
-            yield shard
-            continue
-        data = np.asarray(shard.data)
-        (start, stop), *others = shard.region
-        rows_at_once = _ENCODED_PART * (stop - start) // data.nbytes
-        step = max(rows_at_once // array.chunk_shape[0], 1) * array.chunk_shape[0]
-        cuts = [start, *range((start // step + 1) * step, stop, step), stop]
-        for low, high in itertools.pairwise(cuts):
-            region = ((low, high), *others)
-            yield HostShard(region, data[low - start : high - start])
+def parts(array: HostArray, shard: HostShard) -> Iterator[HostShard]:
+    """Yields a shard of an array; a large one in parts of whole rows of chunks."""
+    if shard.data.nbytes <= _ENCODED_PART:
+        yield shard
+        return
+    data = np.asarray(shard.data)
+    (start, stop), *others = shard.region
+    rows_at_once = _ENCODED_PART * (stop - start) // data.nbytes
+    step = max(rows_at_once // array.chunk_shape[0], 1) * array.chunk_shape[0]
+    cuts = [start, *range((start // step + 1) * step, stop, step), stop]
+    for low, high in itertools.pairwise(cuts):
+        region = ((low, high), *others)
+        yield shard._replace(region=region, data=data[low - start : high - start])
 
 
 def _start_write(

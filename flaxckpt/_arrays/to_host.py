@@ -41,13 +41,18 @@ STAGED_BYTES = 256 * 2**20
 class HostShard(NamedTuple):
     """A part of an array that this process writes: a region, and its values.
 
-    The values have the type in memory, and are never modified. A jax array belongs to
-    the snapshot alone; it is in host memory, or being transferred there. A copy on a
-    device is moved by `staged`.
+    Attributes:
+        region: Its place in the array.
+        data: The values, in the type in memory, never modified. A jax array belongs to
+            the snapshot alone; it is in host memory, or being transferred there. A copy
+            on a device is moved by `staged`.
+        holders: The processes that hold the values, and need them in a restore: equal
+            sets are equal bytes; b"" for all processes.
     """
 
     region: Region
     data: Array | jax.Array | DeviceCopy
+    holders: bytes = b""
 
 
 class HostArray(NamedTuple):
@@ -242,8 +247,7 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
         transfers, are_pinned = _start_transfers(arrays)
         copies = transfers if are_pinned else list(map(_own_values, transfers))
     return [
-        HostShard(shard.region, copy)
-        for shard, copy in zip(shards, copies, strict=True)
+        shard._replace(data=copy) for shard, copy in zip(shards, copies, strict=True)
     ]
 
 
@@ -389,12 +393,24 @@ def _parts_to_write(
     writers = writer_assignment.Writers(
         writing.replicas, writing.parts, place, math.prod(grid)
     )
+    assert info.sharding is not None, info.path
+    holders = _find_holders(info.sharding, info.shape)
     return tuple(
-        _part(shard, shape, writing.slices, part, views)
+        _part(shard, shape, writing.slices, part, views, holders[number])
         for shard in value.addressable_shards
-        if (part := writers.part(shard.replica_id, _number(shard, shape, grid)))
-        is not None
+        for number in [_number(shard, shape, grid)]
+        if (part := writers.part(shard.replica_id, number)) is not None
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_holders(sharding: Sharding, shape: Shape) -> Sequence[bytes]:
+    """Returns `HostShard.holders` of each shard."""
+    found = writer_assignment.holders(sharding, shape)
+    processes = found.any(axis=0).sum()
+    return [
+        b"" if row.sum() == processes else np.packbits(row).tobytes() for row in found
+    ]
 
 
 def _number(shard: jax.Shard, shape: Shape, grid: Sequence[int]) -> int:
@@ -413,6 +429,7 @@ def _part(
     slices: zarr_chunk_shape.ReplicaSlices | None,
     part: int,
     views: bool,
+    holders: bytes,
 ) -> HostShard:
     region = region_of(shard.index, shape)
     data: Array | jax.Array = shard.data
@@ -424,7 +441,7 @@ def _part(
         bounds = (origin + start, origin + stop)
         region = (*region[:axis], bounds, *region[axis + 1 :])
         data = _cut(data, axis, start, stop)
-    return HostShard(region, data)
+    return HostShard(region, data, holders)
 
 
 def _cut(data: Array | jax.Array, axis: int, start: int, stop: int) -> Any:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import chunks_to_write, encode, to_host
 from flaxckpt._arrays.chunks_to_write import COPIES_IN_REQUESTS, WriteOptions, is_raw
-from flaxckpt._arrays.to_host import HostArray
+from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.written import Previous, Written
 from flaxckpt._zarr import btree, chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
@@ -72,7 +72,8 @@ class DatabaseWriter:
 
     A large array has files of its own, `d/WRITER.PART/NAME`; small arrays share files,
     `d/WRITER.small.PART`. So no array has the name of another file. The writer is the
-    number of a process, or of a batch.
+    number of a process, or of a batch. All values in a file are held by the same
+    processes: one that copies the file needs all of it.
     """
 
     def __init__(self, root: Path, options: WriteOptions) -> None:
@@ -116,6 +117,7 @@ class DatabaseWriter:
                 yield _Stored(
                     array,
                     chunk.key,
+                    chunk.shard.holders,
                     chunk.nbytes,
                     size + tail,
                     size * (chunk.needs_copy() + requests),
@@ -126,11 +128,13 @@ class DatabaseWriter:
 
     def _write_encoded(self, arrays: Iterable[HostArray]) -> None:
         """Writes the chunks that TensorStore encodes, in parts of limited size."""
-        by_number = {str(n): array for n, array in enumerate(arrays)}  # safe names
+        shards = [(array, shard) for array in arrays for shard in array.shards]
+        # Safe names; sorted, so that the chunks of an array stay together.
+        by_number = {f"{n:09}": each for n, each in enumerate(shards)}
         pieces = (
             array._replace(name=number, shards=(part,))
-            for number, array in by_number.items()
-            for part in encode.parts(array)
+            for number, (array, shard) in by_number.items()
+            for part in encode.parts(array, shard)
         )
         sized = ((piece, piece.nbytes) for piece in pieces)
         encoding = self._options.encoding
@@ -139,7 +143,7 @@ class DatabaseWriter:
             with _storage.paths.new_memory() as memory:
                 encode.write_encoded(memory, batch, encoding, self._options.report)
                 chunks = [
-                    self._encoded_chunk(by_number[number], key, content)
+                    self._encoded_chunk(*by_number[number], key, content)
                     for path, content in _storage.paths.take_files(memory)
                     for number, _, key in [path.rpartition("/")]
                     if key not in (zarr_metadata.METADATA, zarr_metadata.METADATA_2)
@@ -147,10 +151,13 @@ class DatabaseWriter:
             self._write_files(chunks)
             del chunks  # or they would stay while the next are encoded
 
-    def _encoded_chunk(self, array: HostArray, key: str, content: bytes) -> _Stored:
+    def _encoded_chunk(
+        self, array: HostArray, shard: HostShard, key: str, content: bytes
+    ) -> _Stored:
         return _Stored(
             array,
             key,
+            shard.holders,
             0,  # reported by `encode.write_encoded`
             len(content),
             COPIES_IN_REQUESTS * self._in_store * len(content),
@@ -177,15 +184,18 @@ class DatabaseWriter:
 
     def _plan(self, chunks: Iterable[_Stored]) -> Iterator[_DataFile]:
         """Yields the files for some chunks, which are in the order of their arrays."""
-        small: list[_Stored] = []
+        files: dict[tuple[str, bytes], list[_Stored]] = {}
         for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
-            if array.nbytes >= self._sizes.own and (name := self._file_name(array)):
-                path = f"{self._options.writer}.{{}}/{name}"
-                yield from self._fill(path, group, self._sizes.full)
+            is_large = array.nbytes >= self._sizes.own
+            name = self._file_name(array) if is_large else ""
+            for chunk in group:
+                files.setdefault((name, chunk.holders), []).append(chunk)
+        writer, sizes = self._options.writer, self._sizes
+        for (name, _), some in files.items():
+            if name:
+                yield from self._fill(f"{writer}.{{}}/{name}", some, sizes.full)
             else:
-                small += group
-        path = f"{self._options.writer}.small.{{}}"
-        yield from self._fill(path, small, self._sizes.full_shared)
+                yield from self._fill(f"{writer}.small.{{}}", some, sizes.full_shared)
 
     def _fill(
         self, path: str, chunks: Iterable[_Stored], full: int
@@ -264,6 +274,7 @@ class _Stored(NamedTuple):
     Attributes:
         array: The array.
         key: Index of the chunk.
+        holders: The processes that hold its values, as in `HostShard`.
         nbytes: Bytes of the values in memory.
         size: Stored bytes.
         copied_bytes: Bytes of copies during the write.
@@ -272,6 +283,7 @@ class _Stored(NamedTuple):
 
     array: HostArray
     key: str
+    holders: bytes
     nbytes: int
     size: int
     copied_bytes: int

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from flaxckpt import _arrays, _checkpoint, _formats, _state, _util, _zarr, errors
-from flaxckpt._inspect.simulate_tier import Rates, SimulatedTier, simulate_tier
+from flaxckpt._inspect.simulate_tier import (
+    Holders,
+    Numbers,
+    Rates,
+    SimulatedTier,
+    simulate_tier,
+)
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
@@ -167,7 +175,7 @@ def simulate(
     tasks = [_arrays.layout.task(info) for info in stored]
     place = _zarr.writer_assignment.placement_in_order(processes)
     places, written = _zarr.writer_assignment.assign(tasks, processes, place)
-    files = _files(tasks, places, written, place)
+    files, by_holders = _plan_files(tasks, places, written, place)
     files[0] += len(metadata)
     read = _read_bytes(tasks, processes, place)
     metadata_bytes = sum(map(len, metadata.values()))
@@ -181,11 +189,8 @@ def simulate(
     tier = None
     if staging_copies is not None:
         tier = simulate_tier(
-            tasks,
-            places,
-            written,
+            by_holders,
             read,
-            place,
             metadata,
             len(infos) * _SECS_PER_LEAF,
             EXCHANGES,
@@ -243,26 +248,48 @@ def _kind(mesh: object) -> str:
     return "a Mesh of devices" if isinstance(mesh, Mesh) else type(mesh).__name__
 
 
-def _files(
+def _plan_files(
     tasks: Sequence[_zarr.writer_assignment.Task],
     places: Sequence[int],
     written: Sequence[int],
     place: _zarr.writer_assignment.Place,
-) -> list[int]:
-    """Returns the number of array files that each process writes."""
+) -> tuple[list[int], dict[Holders, Numbers]]:
+    """Returns how many array files each process writes, and bytes, as `DatabaseWriter`.
+
+    The bytes are those for each set of processes that hold the same.
+    """
     counts = np.zeros(len(written), np.int64)
     counts[0] = _DATABASE_FILES
-    small = np.zeros_like(counts)
+    small: dict[Holders, Numbers] = {}
+    total: dict[Holders, Numbers] = {}
     sizes = _arrays.write.choose_sizes(sum(written))
-    for task, chosen in zip(tasks, places, strict=True):
-        writing = _zarr.writer_assignment.writing_processes(task, chosen, place)
-        parts = np.bincount(writing.ravel(), minlength=len(counts))
-        mine = parts * task.part_bytes
+    kinds = collections.Counter(zip(tasks, places, strict=True))  # most are alike
+    for (task, chosen), repeats in kinds.items():
+        writers = _zarr.writer_assignment.writing_processes(task, chosen, place).ravel()
+        mine = np.bincount(writers, minlength=len(counts)) * task.part_bytes
         is_large = mine >= sizes.own
-        counts += np.where(is_large, -(-mine // sizes.full), 0)
-        small += np.where(is_large, 0, mine)
-    counts += -(-small // sizes.full_shared)
-    return [int(count) for count in counts]
+        groups = _group_shards(place, task.sharding, len(written))
+        for holders, mask in groups.items():
+            own = writers[np.resize(mask, len(writers))]
+            some = np.bincount(own, minlength=len(counts)) * task.part_bytes
+            counts += np.where(is_large, -(-some // sizes.full), 0) * repeats
+            for of, more in (total, some), (small, np.where(is_large, 0, some)):
+                of[holders] = of.get(holders, 0) + more * repeats
+    for some in small.values():
+        counts += -(-some // sizes.full_shared)
+    return [int(count) for count in counts], total
+
+
+@functools.lru_cache(maxsize=64)
+def _group_shards(
+    place: _zarr.writer_assignment.Place, sharding: Sharding | None, processes: int
+) -> Mapping[Holders, Numbers]:
+    """Returns the holders -> whether they hold each shard of an array."""
+    if sharding is None:
+        return {np.ones(processes, bool).tobytes(): np.ones(1, bool)}
+    holds = _zarr.writer_assignment.holders(sharding, (), place)
+    rows = [row.tobytes() for row in holds]
+    return {found: np.array([row == found for row in rows]) for found in {*rows}}
 
 
 def _read_bytes(

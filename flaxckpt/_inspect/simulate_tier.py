@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jax.sharding import Sharding
 
-from flaxckpt import _arrays, _checkpoint, _run, _util, _zarr
-from flaxckpt._zarr.writer_assignment import Place, Task
+from flaxckpt import _checkpoint, _run, _util
 
-_Numbers: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Numbers: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+Holders: TypeAlias = bytes
+"""Processes: for each a byte, 1 for those among them."""
 
 _NONE = -1
 
@@ -83,11 +84,8 @@ class SimulatedTier:
 
 
 def simulate_tier(
-    tasks: Sequence[Task],
-    places: Sequence[int],
-    written: Sequence[int],
+    written: Mapping[Holders, Numbers],
     read: Sequence[int],
-    place: Place,
     metadata: Mapping[str, bytes],
     describing_secs: float,
     exchanges: int,
@@ -98,11 +96,8 @@ def simulate_tier(
     """Plans a save to local disks, and its restores, from the plan of a save.
 
     Args:
-        tasks: The arrays.
-        places: The places of their writers, and
-        written: the bytes that each process writes, as `assign` returns them.
+        written: Processes -> the bytes that each process writes of what they hold.
         read: The bytes that each process needs.
-        place: The placement of shards.
         metadata: The files other than arrays.
         describing_secs: Time of process 0 to describe the leaves.
         exchanges: Exchanges of messages in a save to one directory.
@@ -110,7 +105,10 @@ def simulate_tier(
         copies: Number of copies of each part.
         rates: The bandwidths.
     """
-    count, parts = len(written), np.array(written, np.int64)
+    holds = np.array([np.frombuffer(holders, bool) for holders in written], float)
+    by_holders = np.array([*written.values()])
+    parts = by_holders.sum(axis=0)
+    count, total, most = len(parts), int(parts.sum()), int(parts.max())
     names = [str(process) for process in range(count)]  # a domain for each
     keepers = _run.tiers.parts.choose_copies(names, copies)
     kept_by = np.array([[n, *some] for n, some in enumerate(keepers)], np.int64)
@@ -124,11 +122,12 @@ def simulate_tier(
     # but tell when their parts are durable.
     talking = (exchanges + 1 + len(pieces)) * exchange_secs
     sending = message_bytes * (count - 1) / rates.peer
-    writing = max(describing_secs, max(written) / rates.disk)
-    copying = max(copies * max(written), max(received)) / rates.peer
-    upload = max(max(written) / rates.write, sum(written) / rates.storage)
+    writing = max(describing_secs, most / rates.disk)
+    copying = max(copies * most, max(received)) / rates.peer
+    upload = max(most / rates.write, total / rates.storage)
 
-    needed = _find_needed(tasks, places, written, place)
+    # What a process (row) needs of each part (column): files have the same holders.
+    needed = holds.T @ by_holders
     lost = int(needed.sum(axis=1).argmax())
     reading = max(read) / rates.disk
     pulled, _, pull_secs = _copy_needed(needed, kept_by, _NONE, rates)
@@ -151,82 +150,30 @@ def simulate_tier(
     )
 
 
-def _ints(sizes: _Numbers) -> tuple[int, ...]:
+def _ints(sizes: Numbers) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-def _find_needed(
-    tasks: Sequence[Task], places: Sequence[int], written: Sequence[int], place: Place
-) -> _Numbers:
-    """Returns the bytes that each process (row) needs of the part of each (column).
-
-    A process copies whole files, also if it needs one chunk of many.
-    """
-    processes, sizes = len(written), _arrays.write.choose_sizes(sum(written))
-    first: dict[Sharding | None, tuple[int, int]] = {}
-    holders = [np.zeros((0, processes), bool)]  # of each shard of each sharding
-    rows = [np.zeros((4, 0), np.int64)]  # writer, array (0: small), shard, bytes
-    for number, (task, chosen) in enumerate(zip(tasks, places, strict=True), start=1):
-        if task.sharding not in first:
-            found = _find_holders(task, processes, place)
-            first[task.sharding] = sum(map(len, holders)), len(found)
-            holders.append(found)
-        writers = _zarr.writer_assignment.writing_processes(task, chosen, place).ravel()
-        start, shards = first[task.sharding]
-        is_large = np.bincount(writers)[writers] * task.part_bytes >= sizes.own
-        shard = start + np.arange(len(writers)) % shards
-        bytes_ = np.full(len(writers), task.part_bytes)
-        rows.append(np.stack([writers, is_large * number, shard, bytes_]))
-    all_rows = np.concatenate(rows, axis=1)
-    order = np.lexsort((all_rows[1], all_rows[0]))
-    writer, array, shard, size = all_rows[:, order]
-    is_first = np.diff(writer * (len(tasks) + 1) + array, prepend=-1) != 0
-    starts = np.cumsum(size) - size
-    starts -= np.maximum.accumulate(np.where(is_first, starts, 0))
-    number = starts // np.where(array > 0, sizes.full, sizes.full_shared)
-    file = np.cumsum(is_first | (np.diff(number, prepend=0) != 0))
-    holds = np.concatenate(holders).astype(float)
-    needed = np.zeros((processes, processes))
-    edges = np.searchsorted(writer, np.arange(processes + 1))
-    for process in np.flatnonzero(np.diff(edges)):
-        own = slice(edges[process], edges[process + 1])
-        files = file[own] - file[own][0]
-        some, at = np.unique(shard[own], return_inverse=True)
-        contains = np.zeros((files[-1] + 1, len(some)))
-        contains[files, at] = 1
-        needed[:, process] = np.bincount(files, size[own]) @ (
-            contains @ holds[some] > 0
-        )
-    return needed
-
-
-def _find_holders(task: Task, processes: int, place: Place) -> _Numbers:
-    """Returns whether each process (column) holds each shard (row)."""
-    if task.sharding is None:
-        return np.ones((1, processes), bool)
-    grid = place(task.sharding, task.shape)
-    holders = np.zeros((grid.shape[1], processes), bool)
-    holders[np.arange(grid.shape[1]), grid] = True
-    return holders
-
-
 def _copy_needed(
-    needed: _Numbers, kept_by: _Numbers, lost: int, rates: Rates
+    needed: Numbers, kept_by: Numbers, lost: int, rates: Rates
 ) -> tuple[tuple[int, ...], tuple[int, ...], float]:
     """Returns what each process copies from peers and the run directory; seconds.
 
-    Each part comes from the next process that has it, as in `Sources.others`.
+    Each part comes from the first process that has it, as in `Sources.others`.
     """
     count = len(needed)
-    own = np.arange(count)[:, None]
-    distance = np.full(needed.shape, count)
-    for keeper in kept_by.T:
-        found = np.where(keeper == lost, count, (keeper - own) % count)
-        distance = np.minimum(distance, found)
-    pulled = np.where((distance > 0) & (distance < count), needed, 0)
-    far = np.where(distance == count, needed, 0).sum(axis=1)
-    senders = ((own + distance) % count).ravel()
-    sent = np.bincount(senders, pulled.ravel(), minlength=count)
+    part = np.arange(count)
+    holders = np.sort(np.where(kept_by == lost, count, kept_by))  # the lost last
+    remaining = (holders < count).sum(axis=1)
+    source = holders[
+        part, _run.tiers.parts.first_source(part[:, None], part, remaining)
+    ]
+    is_here = np.zeros((count + 1, count), bool)
+    is_here[holders.T, part] = True
+    pulled = np.where(is_here[:count] | (remaining == 0), 0, needed)
+    far = np.where(remaining == 0, needed, 0).sum(axis=1)
+    senders = np.minimum(source, count - 1).ravel()  # without bytes if there is none
+    sent = np.bincount(senders.ravel(), pulled.ravel(), minlength=count)
     received = pulled.sum(axis=1)
     secs = max(
         max(received.max(), sent.max()) / rates.peer,

@@ -18,6 +18,9 @@ from flaxckpt._types import Shape
 Placement: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 """The process of each replica and shard: an array `[replica, shard]`."""
 
+Holders: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
+"""Whether a process holds a shard: an array `[shard, process]`."""
+
 Place: TypeAlias = Callable[[Sharding, Shape], Placement]
 
 
@@ -162,6 +165,17 @@ def _groups(place: Place, sharding: Sharding, shape: Shape, parts: int) -> _Choi
 
 
 # ---- placement of shards ---------------------------------------------------------
+
+
+def holders(sharding: Sharding, shape: Shape, place: Place | None = None) -> Holders:
+    """Returns whether each process holds each shard.
+
+    Shards are ordered as by `placement`, the default of `place`.
+    """
+    grid = (place or placement)(sharding, shape)
+    found = np.zeros((grid.shape[1], grid.max() + 1), bool)
+    found[np.arange(grid.shape[1]), grid] = True
+    return found
 
 
 def placement(sharding: Sharding, shape: Shape) -> Placement:

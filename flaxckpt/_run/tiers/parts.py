@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flaxckpt import _formats, _steps, _storage, errors
 from flaxckpt._steps.markers import StepParts
@@ -208,6 +208,15 @@ def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
             load[best] += 1
         keepers.append(chosen)
     return keepers
+
+
+def first_source(own: Any, part: Any, count: Any) -> Any:
+    """Returns which of the `count` holders of a part a process asks first.
+
+    A low-discrepancy sequence, so that the holders send the part about equally often,
+    whichever processes need it. Arguments may be arrays of numbers.
+    """
+    return (own * 0x9E3779B1 + part * 0xC13FA9A9) % 2**32 * count // 2**32
 
 
 def names_of(processes: Iterable[int]) -> str:

@@ -59,10 +59,11 @@ class Sources(NamedTuple):
     far: Path | None = None
 
     def others(self, part: int | None = None) -> list[int]:
-        """Returns the other processes with a part, or with any, nearest first."""
+        """Returns the other processes with a part, or with any, in the order to ask."""
         some = self.holders.values() if part is None else [self.holders.get(part, ())]
-        found = {process for each in some for process in each} - {self.own}
-        return sorted(found, key=lambda process: (process - self.own) % len(self.peers))
+        found = sorted({process for each in some for process in each} - {self.own})
+        first = parts.first_source(self.own, part or 0, len(found))
+        return found[first:] + found[:first]
 
 
 class Copied(NamedTuple):
