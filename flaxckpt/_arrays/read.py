@@ -301,7 +301,7 @@ def _from_store(job: ReadJob, context: ts.Context, *, verify: bool) -> Reading:
     opened: list[ts.TensorStore] = []  # alive while it is read
 
     def start() -> None:
-        store = open_checked(job.stored, context, verify=verify)
+        store = open_checked(job.needed, context, verify=verify)
         if store.dtype.name != job.dtype_to_read():
             store = ts.cast(store, job.dtype_to_read())
         opened.append(store)

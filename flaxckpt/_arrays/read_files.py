@@ -317,8 +317,8 @@ def find_files(jobs: Iterable[ReadJob]) -> set[Path]:
                 place = index.find(zarr_metadata.database_key(raw.name, key))
                 if isinstance(place, Place):
                     found.add(raw.root / place.file)
-        elif stored.find_files is not None:
-            found |= {stored.root / name for name in stored.find_files()}
+        elif (find_in := job.needed.find_files) is not None:
+            found |= {stored.root / name for name in find_in()}
     return found
 
 

@@ -91,6 +91,14 @@ class ReadJob:
         # Otherwise a chunk that overlaps two regions would be read twice.
         return {zarr_metadata.enclosing(regions): regions}
 
+    @_util.forks.lazy
+    def needed(self) -> StoredLeaf:
+        """The stored leaf, which looks only at the chunks of `reads`."""
+        stored, chunk_shape = self.stored, self.stored.info.chunk_shape
+        if self.is_whole or stored.with_chunks is None or chunk_shape is None:
+            return stored
+        return stored.with_chunks(find_parts([*self.reads], chunk_shape))
+
     def dtype_to_read(self) -> str:
         """Returns the type that values are cast to while they are read.
 

@@ -12,7 +12,15 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,9 +220,17 @@ class Arrays:
         return bool(self.digests) and self.version == 2
 
     def open(
-        self, name: str, form: ArrayForm, checkpoint: Path, context: ts.Context
+        self,
+        name: str,
+        form: ArrayForm,
+        checkpoint: Path,
+        keys: Container[str] | None,
+        context: ts.Context,
     ) -> ts.Future[ts.TensorStore]:
-        """Opens the array `name` after a check of its form."""
+        """Opens the array `name` after a check of its form, to read chunks.
+
+        `keys` are the chunks; None for all.
+        """
         size = _storage.of(self.root).check_root(self.root, checkpoint)
         if not self.ocdbt:
             size = _storage.of(self.root).check_array(self.root, name, checkpoint)
@@ -245,7 +261,7 @@ class Arrays:
         if chunks.codec == "blosc" and not is_blosc:
             raise ValueError("it is compressed by blosc, unlike when saved")
         if chunks.codec == "blosc":
-            _zarr.chunk_headers.check_values(index, name, chunks)
+            _zarr.chunk_headers.check_values(index, name, chunks, keys)
         return open_array()
 
     def raw(
@@ -273,9 +289,13 @@ class Arrays:
         )
 
     def check(
-        self, name: str, info: LeafInfo, compare: _DigestChecks | None
+        self,
+        name: str,
+        info: LeafInfo,
+        keys: Container[str] | None,
+        compare: _DigestChecks | None,
     ) -> Callable[[], None] | None:
-        """Returns the check of an array that TensorStore does not make, or None."""
+        """Returns the check of chunks that TensorStore does not make, or None."""
         recorded = self.checksums.get(info.path)
         has_places = recorded is not None and bool(recorded.whole)
         if compare is None and not has_places:
@@ -285,20 +305,20 @@ class Arrays:
             if compare is not None:
                 compare(name)
             if recorded is not None and has_places and not self.has_digests:
-                self._check_places(name, info, recorded)
+                self._check_places(name, info, keys, recorded)
 
         return check
 
     def find_files(
-        self, name: str, info: LeafInfo, checkpoint: Path
+        self, name: str, info: LeafInfo, checkpoint: Path, keys: Container[str] | None
     ) -> dict[str, tuple[int, int]]:
-        """Returns the files with chunks of an array in a database.
+        """Returns the files with chunks of an array in a database: all, or `keys`.
 
         Path in the checkpoint -> first byte and end of the chunks.
         """
         index = _zarr.ocdbt.open_index(self.root)
         found: dict[str, tuple[int, int]] = {}
-        for chunk in _arrays.forms.chunks(info):
+        for _, chunk in _select(info, keys):
             place = index.find(_zarr.metadata.database_key(name, chunk.key))
             if isinstance(place, bytes):
                 continue
@@ -309,12 +329,16 @@ class Arrays:
         return found
 
     def _check_places(
-        self, name: str, info: LeafInfo, recorded: ChunkChecksums
+        self,
+        name: str,
+        info: LeafInfo,
+        keys: Container[str] | None,
+        recorded: ChunkChecksums,
     ) -> None:
         """Compares the checksums after an array's chunks with the recorded ones."""
         size = _zarr.checksums.CHECKSUM_BYTES
         index = _zarr.ocdbt.open_index(self.root) if self.ocdbt else None
-        for n, chunk in enumerate(_arrays.forms.chunks(info)):
+        for n, chunk in _select(info, keys):
             key = _zarr.metadata.database_key(name, chunk.key)
             content = (
                 _storage.of(self.root).read_end(self.root / key, size)
@@ -325,6 +349,15 @@ class Arrays:
                 raise ValueError(f"{chunk.key} has no checksum: it is cut off")
             value = int.from_bytes(content, "little")
             _zarr.checksums.check_place(chunk.key, value, recorded.number(n))
+
+
+def _select(
+    info: LeafInfo, keys: Container[str] | None
+) -> Iterator[tuple[int, _zarr.metadata.Chunk]]:
+    """Yields the chunks of an array, with their numbers: all, or `keys`."""
+    for n, chunk in enumerate(_arrays.forms.chunks(info)):
+        if keys is None or chunk.key in keys:
+            yield n, chunk
 
 
 _MAX_DIGESTED_BYTES = 2**30
@@ -363,6 +396,36 @@ class _DigestChecks:
             raise fault
 
 
+def _stored_array(
+    path: Path,
+    name: str,
+    info: LeafInfo,
+    arrays: Arrays,
+    compare: _DigestChecks | None,
+    keys: Container[str] | None = None,
+) -> StoredLeaf:
+    """Returns an array of a checkpoint, of which all chunks are read, or `keys`."""
+    form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
+    checksums = arrays.checksums.get(info.path)
+    has_known_keys = arrays.encoding is not None and arrays.version == 3
+    find_files = with_chunks = None
+    if arrays.ocdbt and has_known_keys:
+        find_files = functools.partial(arrays.find_files, name, info, path, keys)
+        with_chunks = functools.partial(
+            _stored_array, path, name, info, arrays, compare
+        )
+    return StoredLeaf(
+        path,
+        info,
+        functools.partial(arrays.open, name, form, path, keys),
+        raw=arrays.raw(name, form, checksums, compare),
+        check=arrays.check(name, info, keys, compare),
+        checksums=checksums,
+        find_files=find_files,
+        with_chunks=with_chunks,
+    )
+
+
 def leaf_table(
     path: Path,
     names: Sequence[str],
@@ -380,25 +443,12 @@ def leaf_table(
         name for name, info in zip(names, infos, strict=True) if info.dtype is not None
     ]
     check_names(path, stored_names, ocdbt=arrays.ocdbt)
-    is_ours = arrays.encoding is not None and arrays.version == 3  # with known keys
     is_digested = bool(arrays.digests) and (arrays.ocdbt or arrays.has_digests)
     compare = _DigestChecks(arrays) if is_digested else None
     for name, info in zip(names, infos, strict=True):
         if info.dtype is None:
             stored = StoredLeaf(path, info, value=strings.get(info.path))
         else:
-            form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
-            checksums = arrays.checksums.get(info.path)
-            stored = StoredLeaf(
-                path,
-                info,
-                functools.partial(arrays.open, name, form, path),
-                raw=arrays.raw(name, form, checksums, compare),
-                check=arrays.check(name, info, compare),
-                checksums=checksums,
-                find_files=functools.partial(arrays.find_files, name, info, path)
-                if arrays.ocdbt and is_ours
-                else None,
-            )
+            stored = _stored_array(path, name, info, arrays, compare)
         table[info.path] = Leaf(info, (stored,))
     return table

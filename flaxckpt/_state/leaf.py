@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
@@ -161,6 +161,8 @@ class StoredLeaf:
         checksums: The recorded checksums of the chunks; None if not recorded.
         find_files: Finds the files of the chunks: path in the checkpoint -> first byte
             and end of the chunks in it; None if unknown. Raises ValueError and OSError.
+        with_chunks: Returns the leaf with an `open`, `check` and `find_files` that look
+            only at some chunks, by their keys. None if they never look at others.
     """
 
     root: Path
@@ -173,6 +175,7 @@ class StoredLeaf:
     unsupported: Unsupported | None = None
     checksums: ChunkChecksums | None = None
     find_files: Callable[[], Mapping[str, tuple[int, int]]] | None = None
+    with_chunks: Callable[[Container[str]], StoredLeaf] | None = None
 
 
 Value: TypeAlias = (

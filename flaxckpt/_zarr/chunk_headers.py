@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,14 +144,17 @@ def _frame_bytes(read: Callable[[int, int], bytes]) -> int:
             return at + 4 * (flags >> 2 & 1)
 
 
-def check_values(index: DatabaseIndex, name: str, chunks: Chunks) -> None:
-    """Checks the declared sizes of blosc chunks in a database.
+def check_values(
+    index: DatabaseIndex, name: str, chunks: Chunks, keys: Container[str] | None = None
+) -> None:
+    """Checks the declared sizes of blosc chunks in a database: of all, or of `keys`.
 
     Raises ValueError if a chunk declares a wrong size, or is cut off.
     """
     before = metadata.database_key(name, "")
     for key in index.keys(before):
-        if chunks.pattern.fullmatch(key.removeprefix(before)):
+        chunk = key.removeprefix(before)
+        if chunks.pattern.fullmatch(chunk) and (keys is None or chunk in keys):
             header = index.read(key, slice(0, _HEADER_BYTES))
             _check_blosc(key, header, chunks.size)
 

@@ -6,6 +6,7 @@ import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,8 +72,8 @@ def planned_state():
     """Leaves with files of their own, and small ones that share files."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
 
-    def leaf(shape, *spec):
-        value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    def leaf(shape, *spec, dtype=np.float32):
+        value = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
         return states.array(value, NamedSharding(mesh, P(*spec)))
 
     return {
@@ -80,6 +81,12 @@ def planned_state():
         "split": leaf((2048, 1024), "x"),
         "small": [leaf((64 + 8 * n, 128), "x") for n in range(20)],
         "same": [leaf((64 + n, 128)) for n in range(20)],
+        # TensorStore encodes these.
+        "encoded": [
+            leaf((512, 512 + n), *spec, dtype=jnp.int4)
+            for n in range(4)
+            for spec in [("x",), ()]
+        ],
     }
 
 
@@ -102,7 +109,7 @@ def save_planned(ckpt, rank, given):
 
 def restore_planned(ckpt, rank, given):
     for leaf in jax.tree.leaves(ckpt.restore(planned_state())):
-        value = np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape)
+        value = np.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype)
         states.check_array(leaf, value)
 
 
