@@ -530,14 +530,10 @@ class Restore:
             try:
                 self._values = _arrays.read.read(self._jobs, self._reading)
             except errors.DamagedCheckpointError as error:
-                if (parts := _find_parts(Path(path))) is None:
+                if (why := _describe_parts(Path(path))) is None:
                     raise
                 raise errors.DamagedCheckpointError(
-                    f"{error}\n{path} has parts of a step that"
-                    f" {len(parts.files)} processes have saved. `Checkpointer.restore`"
-                    " of all processes reads what is missing from the others, or load"
-                    " the step of the run directory.",
-                    leaves=error.leaves,
+                    f"{error}\n{why}", leaves=error.leaves
                 ) from error.__cause__
 
     def compute(self) -> None:
@@ -621,12 +617,19 @@ def restore(
         return planned.build()
 
 
-def _find_parts(path: Path) -> _steps.markers.StepParts | None:
-    """Returns the parts of the step at `path`; None if the marker is damaged, too."""
+def _describe_parts(path: Path) -> str | None:
+    """Returns why files of a step may be missing; None for a step in one directory."""
     try:
-        return _steps.markers.read_parts(path)
-    except errors.DamagedCheckpointError:
+        parts = _steps.markers.read_parts(path)
+    except errors.DamagedCheckpointError as error:
+        return str(error)
+    if parts is None:
         return None
+    return (
+        f"{path} has parts of a step that {len(parts.files)} processes have saved."
+        " `Checkpointer.restore` of all processes reads what is missing from the"
+        " others, or load the step of the run directory."
+    )
 
 
 def _convert_numbers(

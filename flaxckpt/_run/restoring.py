@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -104,7 +105,10 @@ class Restores:
     ) -> Restored:
         """Restores a step; see `Checkpointer.restore`."""
         request = _Request(abstract_state, dataset, self._complete(options))
-        with _storage.paths.listing_cache(self._run.directory):
+        with (
+            _storage.permissions.explain_errors(self._run.saves_in),
+            _storage.paths.listing_cache(self._run.directory),
+        ):
             candidates, marked = self._agree_on_steps(step)
             if not fallback:  # try both copies of a step
                 if self._run.is_in_parts:  # the same in all processes
@@ -293,7 +297,7 @@ class Restores:
                 left_out.append((number, path))
                 text = _steps.event.first_lines(error, 1)
                 self._run.events.emit("fell_back", number, path=path, error=text)
-                _log.warning("step %d is damaged: %s", number, error)
+                _log.warning("step %d is left out: %s", number, error)
             else:
                 self._report_restored(
                     number, path, counter, start, **self._describe_copied()
@@ -451,8 +455,9 @@ class Restores:
         operation = self._processes.begin("mark", f"the damage of step {step}")
         with _distributed.agreement.closing(operation, saving=False):
             mine = None
-            if path.exists():
-                mine = _checkpoint.verify.find_damage(path, step)
+            with contextlib.suppress(OSError):  # an unreadable file proves nothing
+                if path.exists():
+                    mine = _checkpoint.verify.find_damage(path, step)
             told = [json.dumps(mine)]
             if operation is not None:
                 told = operation.exchange("damage", *told)

@@ -24,12 +24,15 @@ class Job:
     turned an abort into a segmentation fault.
     """
 
-    def __init__(self, names, count, directory, prints_stacks=False, **given):
+    def __init__(
+        self, names, count, directory, prints_stacks=False, preload="", **given
+    ):
         port = free_port()
         variables = {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
             "PYTHONFAULTHANDLER": "1" if prints_stacks else "",
+            "LD_PRELOAD": str(preload),
         }
         command = [sys.executable, PROGRAM, names]
         rest = [str(count), str(port), str(directory), json.dumps(given)]

@@ -1,5 +1,6 @@
 """What processes with directories of their own do, one after the other."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors, policies
 from tests.distributed import states
+from tests.faults.shim import Shim
 
 
 def run(directory, rank, given):
@@ -32,7 +34,7 @@ def run(directory, rank, given):
         except errors.OptionError as error:
             return {"refused": str(error)}
     ckpt = flaxckpt.Checkpointer(
-        directory / "run",
+        given.get("url", directory / "run"),
         staging=f"{directory}/{staging}",
         keep_staging=[policies.LatestN(given.get("keep", 1))],
         staging_copies=given.get("copies", 0),
@@ -200,6 +202,52 @@ def steps(ckpt, rank, given):
     return ckpt.steps()
 
 
+def fail_in_saves(ckpt, rank, given, faults):
+    """Saves a step with each fault; returns how it ended, and the step that is left."""
+    ended = []
+    for step, fault in enumerate(faults, start=1):
+        with failing(ckpt, rank, fault):
+            try:
+                tier = ckpt.save(step, states.everything(step, "rows")).wait().tier
+                ckpt.wait_for_copies(60)
+            except errors.CheckpointError as error:
+                tier = str(error)
+        state, found = ckpt.restore_latest(states.abstract("rows"))
+        states.check(state, found, "rows")
+        ended.append([step, found, tier])
+    return ended
+
+
+def fail_in_restores(ckpt, rank, given, faults):
+    """Restores a step with each fault, and then without; returns what it found."""
+    ended = []
+    for fault in faults:
+        with failing(ckpt, rank, fault):
+            try:
+                state, found = ckpt.restore_latest(states.abstract("columns"))
+                states.check(state, found, "columns")
+            except errors.CheckpointError as error:
+                found = str(error)
+        state, step = ckpt.restore_latest(states.abstract("rows"))
+        states.check(state, step, "rows")
+        ended.append([found, step])
+    return ended
+
+
+@contextlib.contextmanager
+def failing(ckpt, rank, fault):
+    """Has calls fail below the staging directory of a process."""
+    options, armed = dict(fault), Shim()
+    if rank != options.pop("process"):
+        yield
+        return
+    armed.arm(ckpt.directory.parent / f"local-{rank}", **options)
+    try:
+        yield
+    finally:
+        armed.disarm()
+
+
 DO = {
     function.__name__: function
     for function in (
@@ -212,6 +260,8 @@ DO = {
         restore_or_init,
         failing_restore,
         failing_save,
+        fail_in_saves,
+        fail_in_restores,
         wait_for_copies,
         wait_for_uploads,
         kill,

@@ -437,7 +437,7 @@ def test_restore_reports_damaged_step_without_manifest(tmp_path, caplog):
     ckpt = flaxckpt.Checkpointer(tmp_path)
     assert ckpt.steps() == [1, 2]
     strategies.assert_same(state(1), ckpt.restore())
-    assert "step 2 is damaged: " in caplog.text
+    assert "step 2 is left out: " in caplog.text
 
 
 # ---- dataset states --------------------------------------------------------------

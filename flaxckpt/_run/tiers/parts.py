@@ -49,17 +49,17 @@ def identify(path: Path) -> str | None:
 
 
 def find_held(path: Path) -> Held | None:
-    """Returns what is here of a step; None for a step of another program."""
+    """Returns what is here of a step; None if unreadable, or another program's."""
     if (save := identify(path)) is None:
         return None
     try:
         parts = find_parts(path)
+        here = [n for n, files in enumerate(parts.files) if _has_all(path, files)]
+        is_settled = _steps.markers.is_settled(path)
     except errors.DamagedCheckpointError:
         return Held(save, 0, ())
     except (OSError, ValueError):
         return None
-    here = [n for n, files in enumerate(parts.files) if _has_all(path, files)]
-    is_settled = _steps.markers.is_settled(path)
     return Held(save, len(parts.files), tuple(here), _find_time(path), is_settled)
 
 

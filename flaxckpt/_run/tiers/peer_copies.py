@@ -169,8 +169,8 @@ def _check_disk(error: BaseException, path: Path) -> None:
     """
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         raise errors.CheckpointError(
-            f"{path} cannot be restored, as the disk of this process is full: {error}"
-            "\nFree space there, then restore again."
+            f"files of {path} cannot be copied, as the disk of this process is full:"
+            f" {error}\nFree space there, then try again."
         ) from error
 
 
