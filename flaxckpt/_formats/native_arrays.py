@@ -224,8 +224,8 @@ class Arrays:
         name: str,
         form: ArrayForm,
         checkpoint: Path,
-        keys: Container[str] | None,
         context: ts.Context,
+        keys: Container[str] | None = None,
     ) -> ts.Future[ts.TensorStore]:
         """Opens the array `name` after a check of its form, to read chunks.
 
@@ -417,7 +417,7 @@ def _stored_array(
     return StoredLeaf(
         path,
         info,
-        functools.partial(arrays.open, name, form, path, keys),
+        functools.partial(arrays.open, name, form, path, keys=keys),
         raw=arrays.raw(name, form, checksums, compare),
         check=arrays.check(name, info, keys, compare),
         checksums=checksums,
