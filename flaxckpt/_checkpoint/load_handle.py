@@ -31,7 +31,7 @@ class LoadHandle:
         self._counter = counter
         self._state: PyTree = None
         self._error: BaseException | None = None
-        self._ended = threading.Event()
+        self._ended = _util.threads.Latch()
         self._finishing = threading.Lock()
         self._pid = os.getpid()
         context = _settings_of_this_thread()

@@ -84,12 +84,12 @@ class SaveHandle:
         self._counter = counter
         self._result: SaveResult | None = None
         self._error: BaseException | None = None
-        self._ended = threading.Event()
-        _unfinished.add(self)
+        self._ended = _util.threads.Latch()
         _register_in_child()
         # No daemon thread: a script that ends still finishes the last save.
         run = functools.partial(self._run, work)
         self._thread = _util.threads.background(run, name)
+        _unfinished.add(self)  # whole: Ctrl-C may come between any two lines
         try:
             if not _is_ending.is_set():  # else no exit handler joins the thread
                 self._thread.start()
@@ -126,7 +126,7 @@ class SaveHandle:
             f"the {self._name} was started before this process was forked, and only the"
             " parent process finishes it: wait for it there"
         )
-        self._ended = threading.Event()  # the lock of the old event may be held
+        self._ended = _util.threads.Latch()  # one that waited may hold the old one
         self._ended.set()
 
     def _await_end(self, timeout_secs: float | None = None) -> None:

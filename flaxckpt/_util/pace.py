@@ -25,12 +25,14 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Enter the lock itself: Ctrl-C in Condition.__enter__ may leave it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._is_lifted = False
 
     def lift(self) -> None:
         """Ends the low priority: someone waits for the work."""
-        with self._changed:
+        with self._lock:
             self._is_lifted = True
             self._changed.notify_all()
 
@@ -53,12 +55,12 @@ class Pace:
             try:
                 work()
             finally:
-                with self._changed:
+                with self._lock:
                     running.discard(threading.current_thread())
                     self._changed.notify_all()
 
         started: list[threading.Thread] = []
-        with self._changed:
+        with self._lock:
             while len(started) < threads and not self._is_lifted:
                 thread = threading.Thread(target=run, name="flaxckpt", daemon=False)
                 try:

@@ -119,18 +119,51 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
     return thread
 
 
-def wait_for(
-    event: threading.Event, thread: threading.Thread, timeout_secs: float | None = None
-) -> bool:
-    """Waits until a thread sets an event, or the time is over.
+class Latch:
+    """A flag that is set once, and waited for; for waits that a signal may interrupt.
 
-    Returns False if the thread has ended without setting the event: Python ends it so
+    An exception of a signal handler, as Ctrl-C raises, may come between any two steps
+    of Python code. In `threading.Event` it can leave a lock held for ever, on which the
+    thread that sets the event would hang. Here, `set` takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Returns True after `set`."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets the flag, and wakes all that wait."""
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # released by another call
+            self._lock.release()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Waits for the flag, up to a time; returns whether it is set.
+
+        Others that wait may have to wait for their whole time after an interruption.
+        """
+        if not self._is_set and self._lock.acquire(timeout=timeout_secs):
+            self.set()  # for the next that waits
+        return self._is_set
+
+
+def wait_for(
+    latch: Latch, thread: threading.Thread, timeout_secs: float | None = None
+) -> bool:
+    """Waits until a thread sets a latch, or the time is over.
+
+    Returns False if the thread has ended without setting the latch: Python ends it so
     if there is no memory to begin its work.
     """
     until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
-    while not event.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
+    while not latch.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
         if _has_ended(thread):
-            return event.is_set()  # perhaps just before its end
+            return latch.is_set()  # perhaps just before its end
         if time.monotonic() >= until:
             return True
     return True
@@ -141,7 +174,7 @@ def _has_ended(thread: threading.Thread) -> bool:
     return not thread.is_alive() and thread.ident not in sys._current_frames()
 
 
-_LOOK_SECS = 60.0
+_LOOK_SECS = 1.0
 """Seconds between two looks at a thread that is waited for."""
 
 

@@ -347,3 +347,22 @@ def test_fork_reenables_paused_garbage_collector(run):
         """
     )
     assert done.stdout == "0\n", done.stderr
+
+
+def test_call_of_save_that_is_interrupted_is_not_reported_again(run, tmp_path):
+    done = run("""
+    init = threading.Thread.__init__
+
+    def interrupted(self, *args, **options):
+        if str(options.get("name")).startswith("save of"):
+            raise KeyboardInterrupt
+        init(self, *args, **options)
+
+    threading.Thread.__init__ = interrupted
+    try:
+        save(directory)
+    except KeyboardInterrupt:
+        print("told")
+    """)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "told\n", "")
+    assert not (tmp_path / "c").exists()

@@ -1,5 +1,6 @@
 """Work side by side: all of it, errors told, even where no thread can start."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -213,3 +214,84 @@ def test_normal_threads_help_once_someone_waits():
     util_threads.each(work, range(6), threads=2, pace=pace)
     waiting.join()
     assert sorted(done) == list(range(6))
+
+
+# ---- Ctrl-C at any place leaves no lock behind ---------------------------------------
+
+
+def interrupt(call, place):
+    """Calls `call`, with Ctrl-C at a place of its Python code; True if it was reached.
+
+    Python runs signal handlers when functions begin and after they have returned.
+    """
+    left = itertools.count(-place)
+
+    def trace(frame, event, argument):
+        if event in ("call", "return") and next(left) == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def ends(work):
+    """Returns True if `work` ends on another thread, which may hang."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_ctrl_c_in_wait_holds_up_nobody():
+    for place in itertools.count():
+        latch = util_threads.Latch()
+        is_hit = interrupt(lambda latch=latch: latch.wait(0), place)
+        assert ends(latch.set), place
+        assert ends(lambda latch=latch: latch.wait(1000)), place
+        assert latch.is_set()
+        if not is_hit:
+            break
+    assert place > 2
+
+
+def test_latch_wakes_all_that_wait():
+    latch = util_threads.Latch()
+    waiting = [
+        threading.Thread(target=latch.wait, args=(1000,), daemon=True) for _ in range(3)
+    ]
+    for thread in waiting:
+        thread.start()
+    assert not latch.wait(0.01)
+    latch.set()
+    latch.set()
+    for thread in waiting:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_ctrl_c_while_priority_is_lifted_holds_up_nobody():
+    for place in itertools.count():
+        pace, begun, may_end = Pace(), threading.Event(), threading.Event()
+
+        def work(begun=begun, may_end=may_end):
+            begun.set()
+            may_end.wait()
+
+        thread = threading.Thread(target=pace.start, args=(work, 1), daemon=True)
+        thread.start()
+        assert begun.wait(60)
+        is_hit = interrupt(pace.lift, place)
+        may_end.set()
+        thread.join(10)
+        assert not thread.is_alive(), place
+        if not is_hit:
+            break
+    assert place > 2
