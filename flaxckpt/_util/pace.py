@@ -26,7 +26,7 @@ class Pace:
 
     def __init__(self) -> None:
         # Enter the lock itself: Ctrl-C in Condition.__enter__ may leave it locked.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._is_lifted = False
 

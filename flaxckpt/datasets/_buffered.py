@@ -246,7 +246,9 @@ class _Worker:
         self._depth = depth
         self._ready: collections.deque[_Result] = collections.deque()
         self._stopped = False
-        self._changed = threading.Condition()
+        # Enter the lock itself: Ctrl-C in Condition.__enter__ may leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=self._run, name="flaxckpt Buffered", daemon=True
@@ -256,7 +258,7 @@ class _Worker:
 
     def take(self) -> _Result:
         """Returns the next batch, waiting until ready."""
-        with self._changed:
+        with self._lock:
             while not self._ready:
                 self._changed.wait(_POLL_SECS)
                 if not self._ready and not self._thread.is_alive():
@@ -276,7 +278,7 @@ class _Worker:
         """Ends the thread after the current batch."""
         if not self.is_in_this_process():
             return  # a fork copies neither threads nor the release of locks
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._ready.clear()
             self._changed.notify_all()
@@ -288,14 +290,14 @@ class _Worker:
     def _run(self) -> None:
         while self._has_room():
             result = self._fetch()
-            with self._changed:
+            with self._lock:
                 self._ready.append(result)
                 self._changed.notify_all()
             if result.error is not None:
                 return
 
     def _has_room(self) -> bool:
-        with self._changed:
+        with self._lock:
             while not self._stopped and len(self._ready) >= self._depth:
                 # Garbage collection may stop this worker inside of wait itself, where
                 # the notification is missed: check again after a while.

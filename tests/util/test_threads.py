@@ -12,6 +12,7 @@ import pytest
 from flaxckpt._util import threads as util_threads
 from flaxckpt._util.pace import Pace
 from tests.helpers import seams
+from tests.helpers.interruptions import ends, interrupt
 
 
 @pytest.fixture(params=["threads", "no threads"])
@@ -219,37 +220,6 @@ def test_normal_threads_help_once_someone_waits():
 # ---- Ctrl-C at any place leaves no lock behind ---------------------------------------
 
 
-def interrupt(call, place):
-    """Calls `call`, with Ctrl-C at a place of its Python code; True if it was reached.
-
-    Python runs signal handlers when functions begin and after they have returned.
-    """
-    left = itertools.count(-place)
-
-    def trace(frame, event, argument):
-        if event in ("call", "return") and next(left) == 0:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-def ends(work):
-    """Returns True if `work` ends on another thread, which may hang."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(10)
-    return not thread.is_alive()
-
-
 def test_ctrl_c_in_wait_holds_up_nobody():
     for place in itertools.count():
         latch = util_threads.Latch()
@@ -293,5 +263,18 @@ def test_ctrl_c_while_priority_is_lifted_holds_up_nobody():
         thread.join(10)
         assert not thread.is_alive(), place
         if not is_hit:
+            break
+    assert place > 2
+
+
+def test_signal_handler_may_lift_priority_while_program_does():
+    for place in itertools.count():
+        lift, hits = Pace().lift, []
+
+        def work(lift=lift, hits=hits, place=place):
+            hits.append(interrupt(lift, place, handler=lift))
+
+        assert ends(work), place
+        if not hits[0]:
             break
     assert place > 2
