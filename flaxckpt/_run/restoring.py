@@ -388,18 +388,31 @@ class Restores:
         self, metadata: CheckpointMetadata, request: _Request
     ) -> RestoreOptions:
         """Returns the options, with transforms that undo the transforms of the save."""
-        if request.state is None or not self._transforms:
+        if request.state is None:
             return request.options
         if metadata.transforms != _transforms.describe(self._transforms):
+            if not request.options.transforms:  # the caller may undo them
+                self._warn_of_others(metadata)
             return request.options
         undoing = _transforms.invert_for_restore(self._transforms)
         if undoing is None:
-            if not request.options.transforms:  # the caller may undo them
+            if not request.options.transforms:
                 self._check_unchanged(metadata, request.state)
             return request.options
         return dataclasses.replace(
             request.options, transforms=(*undoing, *request.options.transforms)
         )
+
+    def _warn_of_others(self, metadata: CheckpointMetadata) -> None:
+        """Logs a warning about values that transforms of others may have changed."""
+        if unknown := _transforms.may_change_in_place(metadata.transforms):
+            _log.warning(
+                "%s was saved with %s, which this Checkpointer does not have, and which"
+                " is not undone: if the values of its state were changed so, pass the"
+                " transforms=[...] of that save to Checkpointer",
+                metadata.path,
+                ", ".join(unknown)[:500],
+            )
 
     def _check_unchanged(self, metadata: CheckpointMetadata, state: PyTree) -> None:
         """Raises OptionError if transforms without inverse changed values."""

@@ -218,6 +218,23 @@ def changed_in_place(
     ]
 
 
+_SHOWN_BY_PATHS = frozenset(
+    {"assign", "cast", "copy", "drop", "fuse", "grow", "keep", "pad", "rename", "slice"}
+    | {"split", "stack", "tie", "unstack", "untie", "use_orbax_names"}
+)
+"""Transforms of which paths or shapes tell whether they were undone, or no matter."""
+
+
+def may_change_in_place(descriptions: Iterable[str]) -> list[str]:
+    """Returns the descriptions of transforms that do not show in paths and shapes.
+
+    A state fits both what they were applied to and what they were not.
+    """
+    return [
+        each for each in descriptions if each.partition("(")[0] not in _SHOWN_BY_PATHS
+    ]
+
+
 def _apply_some(transforms: Sequence[Transform], table: LeafTable) -> LeafTable:
     """Applies the transforms that apply to a table without values."""
     for transform in transforms:

@@ -14,6 +14,7 @@ from flax.core import freeze
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.transforms import (
+    cast,
     copy,
     drop,
     from_function,
@@ -21,6 +22,7 @@ from flaxckpt.transforms import (
     keep,
     map_leaf,
     rename,
+    scale,
     slice,
     split,
     stack,
@@ -486,3 +488,57 @@ def test_sm3_accumulators_follow_renamed_parameter(tmp_path):
             getattr(found["opt_state"][0], field)["new"],
             getattr(saved["opt_state"][0], field)["dense"],
         )
+
+
+@pytest.mark.parametrize("others", [[], [scale("w", 4.0)]], ids=["none", "others"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        scale("w", 2.0),
+        transpose("w"),
+        map_leaf("w", lambda x: x + 1, inverse=lambda x: x - 1),
+        from_function(lambda tree: {**tree, "w": tree["w"] * 2}),
+    ],
+    ids=str,
+)
+def test_warns_of_values_that_transforms_of_the_save_have_changed(
+    tmp_path, caplog, change, others
+):
+    state = {"w": jnp.arange(9.0).reshape(3, 3)}
+    with flaxckpt.Checkpointer(tmp_path, transforms=[change]) as run:
+        run.save(1, state)
+    run = flaxckpt.Checkpointer(tmp_path, transforms=others)
+    caplog.clear()
+    found = run.restore(state)
+    assert not jnp.array_equal(found["w"], state["w"])
+    [told] = caplog.messages
+    assert f"was saved with {flaxckpt.metadata(tmp_path).transforms[0]}" in told
+    assert "transforms=[...]" in told
+
+    caplog.clear()
+    flaxckpt.CheckpointCallback(run, on_preemption=False).restore_or_init(state)
+    assert [told] == caplog.messages
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"own": [scale("w", 2.0)]}, {"transforms": [scale("w", 0.5)]}],
+    ids=["own", "undone by the caller"],
+)
+def test_does_not_warn_of_transforms_that_are_undone(tmp_path, caplog, options):
+    with flaxckpt.Checkpointer(tmp_path, transforms=[scale("w", 2.0)]) as run:
+        run.save(1, {"w": jnp.ones(3)})
+    own = options.pop("own", [])
+    run = flaxckpt.Checkpointer(tmp_path, transforms=own)
+    caplog.clear()
+    assert run.restore({"w": jnp.ones(3)}, **options)["w"][0] == 1
+    assert not caplog.messages
+
+
+def test_does_not_warn_of_transforms_that_only_select_and_cast(tmp_path, caplog):
+    changes = [drop("b"), cast("w", "bfloat16")]
+    with flaxckpt.Checkpointer(tmp_path, transforms=changes) as run:
+        run.save(1, {"w": jnp.ones(3), "b": jnp.ones(3)})
+    caplog.clear()
+    flaxckpt.Checkpointer(tmp_path).restore({"w": jnp.ones(3)})
+    assert not caplog.messages
