@@ -377,6 +377,9 @@ def decide(
         two newest steps, until a newer permanent step exists), "pinned", "no policy",
         "being read by …" or a policy such as "LatestN(3)". Until a step has the metric
         of a `BestN`, every permanent step may be the best, and stays.
+
+    Raises:
+        OptionError: A policy returns something else than steps.
     """
     policies = check(policies, "policies")
     listed = tuple(checkpoints) if _util.arguments.is_list(checkpoints) else None
@@ -395,7 +398,7 @@ def decide(
             reasons[checkpoint.step].append("temporary")
     named = [("pinned", set(pinned))]
     for policy in policies:
-        named.append((str(policy), set(policy.preserved(ordered))))
+        named.append((str(policy), _find_preserved(policy, ordered)))
         if is_undecided(policy, ordered):
             reason = f"{policy}, once a step has the metric"
             named.append((reason, {c.step for c in _permanent(ordered)}))
@@ -407,6 +410,25 @@ def decide(
         for step in kept & reasons.keys():
             reasons[step].append(reason)
     return reasons
+
+
+def _find_preserved(
+    policy: PreservationPolicy, checkpoints: Sequence[Ranked]
+) -> set[int]:
+    """Returns the steps that a policy keeps.
+
+    Anything else would be no step of the run, so that all its steps were deleted.
+    """
+    kept: object = policy.preserved(checkpoints)
+    listed = list(kept) if isinstance(kept, Iterable) else [None]
+    steps = {_to_int(step, 0) for step in listed}
+    if None in steps:
+        raise errors.OptionError(
+            f"the method preserved of {policy} must return the steps to keep, as a set"
+            " of int: write {checkpoint.step for checkpoint in …}; it returned"
+            f" {kept!r:.80}"
+        )
+    return {step for step in steps if step is not None}
 
 
 def is_undecided(policy: PreservationPolicy, checkpoints: Sequence[Ranked]) -> bool:

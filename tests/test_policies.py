@@ -216,6 +216,38 @@ def test_accepts_any_object_with_preserved_as_policy():
     assert decided == {1: ["Odd"], 2: [], 3: ["Odd"], 4: ["newest"]}
 
 
+class Returns:
+    """A policy that returns a value, whatever the checkpoints."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def preserved(self, checkpoints):
+        return self.value
+
+    def __str__(self):
+        return "mine"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 2, {"2"}, "2", [Saved(2)], [2, None], {2.0: ""}, [True], [-1]],
+    ids=repr,
+)
+def test_decide_rejects_policy_that_returns_no_steps(value):
+    """Their steps would be deleted, and all others."""
+    with pytest.raises(errors.OptionError, match="preserved of mine must return"):
+        policies.decide([LatestN(1), Returns(value)], [Saved(1), Saved(2)])
+
+
+@pytest.mark.parametrize(
+    "value", [[2], (2,), {2: ""}, np.array([2]), {np.int64(2), 7}], ids=repr
+)
+def test_policy_may_return_steps_in_any_collection(value):
+    reasons = policies.decide([Returns(value)], [Saved(1), Saved(2), Saved(3)])
+    assert reasons == {1: [], 2: ["mine"], 3: ["newest"]}
+
+
 @pytest.mark.parametrize(
     "make",
     [
