@@ -208,6 +208,17 @@ def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
+def find_links(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
+    """Returns the symbolic links with names of steps, which are no steps."""
+    if isinstance(root, _storage.paths.RemotePath) or not root.is_dir():
+        return {}
+    return {
+        step: path
+        for path in root.iterdir()
+        if (step := step_format.step(path.name)) is not None and path.is_symlink()
+    }
+
+
 def sign(path: Path) -> str | None:
     """Returns the name of a file from a present or former checkpoint, or None."""
     return next((name for name in _SIGNS if (path / name).is_file()), None)

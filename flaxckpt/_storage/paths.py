@@ -284,7 +284,8 @@ def resolve(path: PathLike) -> Path:
     """Returns the absolute form of `path`, local or in an object store.
 
     Raises:
-        OptionError: `path` is empty, has a backslash, or is a URL of another scheme.
+        OptionError: `path` is empty, has a backslash or a NUL, or is a URL of another
+            scheme.
     """
     if isinstance(path, RemotePath):
         return path
@@ -316,6 +317,8 @@ def resolve(path: PathLike) -> Path:
             f"{text!r} looks like a URL that was converted to a Path, which removes a"
             " '/': pass the URL as a str"
         )
+    if "\0" in text:
+        raise errors.OptionError(f"{text!r}: wanted a path without NUL characters")
     absolute = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
     if "\\" in absolute:  # TensorStore would write to another directory
         raise errors.OptionError(

@@ -49,6 +49,7 @@ def restore_or_init(
             *params_only,
             "the beginning" if latest is None else f"step {latest}",
         )
+    _check_links(session, latest)
     # With damaged steps, do not begin anew: restoring raises an error with advice.
     if session.has_steps():
         restored, step = resume(
@@ -99,6 +100,18 @@ def _with_map(
     if isinstance(source_map, str):
         source_map = named.find_for_state(source_map, source, state)
     return dataclasses.replace(options, transforms=(*source_map, *options.transforms))
+
+
+def _check_links(session: Session, latest: int | None) -> None:
+    """Raises CheckpointFormatError if a link is named like a step after the newest."""
+    run = session.run
+    links = _steps.index.find_links(run.directory, run.format)
+    if links and (newest := max(links)) > (-1 if latest is None else latest):
+        raise errors.CheckpointFormatError(
+            f"{links[newest]} is a symbolic link, which is no step of a run: move the"
+            " directory that it points to here, or begin another run from it with"
+            " source=; to go on without it, remove the link"
+        )
 
 
 def _check_other_names(session: Session) -> None:

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+from pathlib import Path
 
 import click
 
@@ -139,6 +140,9 @@ def main() -> None:
     """Runs the command with `sys.argv`, and exits."""
     # The command needs no accelerator, and another program may be using it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Python has None for a stream that the caller has closed: `flaxckpt ls run >&-`.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print any name
             stream.reconfigure(errors="backslashreplace")

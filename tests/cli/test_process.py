@@ -129,6 +129,15 @@ def test_warns_once_about_newer_damaged_step(here):
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("streams", ["1", "2", "1 2"])
+def test_runs_with_streams_that_the_caller_has_closed(here, streams):
+    closed = " ".join(f"{stream}>&-" for stream in streams.split())
+    text = f"{sys.executable} -m flaxckpt ls . {closed}"
+    done = subprocess.run(text, shell=True, cwd=here, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("saved" in done.stdout) == (streams == "2")
+
+
 def test_closed_pipe_ends_command_without_message(here):
     flaxckpt.save("big", {f"layer_{i}": np.ones(1) for i in range(3000)})
     show = subprocess.Popen(

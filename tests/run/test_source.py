@@ -330,6 +330,28 @@ def test_steps_with_other_names_do_not_count_as_empty_run(tmp_path, source):
     np.testing.assert_array_equal(old.params["head"], state.params["head"])
 
 
+@pytest.mark.parametrize("newest_is_linked", [True, False])
+@pytest.mark.parametrize("has_other", [True, False])
+def test_run_does_not_go_on_before_a_step_that_is_a_link(
+    tmp_path, newest_is_linked, has_other
+):
+    state = state_of(2, seed=0)
+    run, linked = tmp_path / "run", 7 if newest_is_linked else 3
+    with flaxckpt.Checkpointer(run) as checkpointer:
+        for step in (linked, 5) if has_other else (linked,):
+            checkpointer.save(step, state)
+    (run / str(linked)).rename(tmp_path / "elsewhere")
+    (run / str(linked)).symlink_to(tmp_path / "elsewhere")
+    if has_other and not newest_is_linked:
+        assert begin(run, state)[1] == 5
+        return
+    told = f"run/{linked} is a symbolic link, which is no step of a run: move"
+    with pytest.raises(errors.CheckpointFormatError, match=told):
+        begin(run, state)
+    (run / str(linked)).unlink()
+    assert begin(run, state)[1] == (5 if has_other else 0)
+
+
 def test_error_names_moments_of_other_transform(tmp_path):
     state = state_of(2, seed=0)
     flaxckpt.save(tmp_path / "c", state)

@@ -29,6 +29,12 @@ def test_rejects_other_urls():
         _storage.paths.resolve("ftp://host/run")
 
 
+def test_rejects_paths_with_nul():
+    for path in ("a\0b", "file:///a%00b"):
+        with pytest.raises(errors.OptionError, match="without NUL characters"):
+            flaxckpt.Checkpointer(path)
+
+
 def test_rejects_paths_with_backslashes(tmp_path, monkeypatch):
     with pytest.raises(errors.OptionError, match="without backslashes"):
         flaxckpt.save(tmp_path / "a\\b", {"w": jnp.ones(3)})
