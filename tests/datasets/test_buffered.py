@@ -17,7 +17,6 @@ from flaxckpt import datasets, errors
 from flaxckpt.datasets import Buffered, StepIndexed
 from tests.helpers import seams
 from tests.helpers.dataset_runs import assert_resumes
-from tests.helpers.interruptions import ends, interrupt
 
 
 def counting(**options):
@@ -402,14 +401,3 @@ def test_buffer_exposes_shards_of_its_iterator(tmp_path):
         assert fresh.get_shard_states() == [2, 2, 1]
     buffered.close()
     assert counting().get_shard_states is None
-
-
-def test_ctrl_c_while_a_batch_is_taken_holds_up_nobody():
-    for place in itertools.count():
-        with counting(depth=1) as batches:
-            next(batches)
-            is_hit = interrupt(lambda batches=batches: next(batches), place)
-            assert ends(lambda batches=batches: next(batches)), place
-        if not is_hit:
-            break
-    assert place > 5

@@ -39,5 +39,5 @@ def ends(work):
     """Returns True if `work` ends on another thread, which may hang."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()

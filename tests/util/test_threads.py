@@ -243,7 +243,7 @@ def test_latch_wakes_all_that_wait():
     latch.set()
     latch.set()
     for thread in waiting:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in waiting)
 
 
@@ -260,7 +260,7 @@ def test_ctrl_c_while_priority_is_lifted_holds_up_nobody():
         assert begun.wait(60)
         is_hit = interrupt(pace.lift, place)
         may_end.set()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), place
         if not is_hit:
             break
