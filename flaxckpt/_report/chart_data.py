@@ -234,14 +234,12 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     layers = flight_recorder.group_layers(report)
     leaves = itertools.chain.from_iterable(layers.values())
     steps = sorted({step for leaf in leaves for step in leaf.norms})
-    if len(steps) < 2:
+    found = {name: flight_recorder.find_changes(layers[name]) for name in layers}
+    changes = {name: each for name, each in found.items() if each}
+    if not changes:
         return None
-    changes = {
-        name: flight_recorder.find_changes(inside) for name, inside in layers.items()
-    }
-    shown = {
-        *sorted(layers, key=lambda name: -max(changes[name].values()))[:_MOST_LAYERS]
-    }
+    ranked = sorted(changes, key=lambda name: -max(changes[name].values()))
+    shown = {*ranked[:_MOST_LAYERS]}
     size = -(-(len(steps) - 1) // _MOST_COLUMNS)
     columns = [steps[start : start + size] for start in range(1, len(steps), size)]
     names = [name for name in layers if name in shown]

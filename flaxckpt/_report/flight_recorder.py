@@ -248,7 +248,7 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
         old, new = map(math.sqrt, square)
         change = abs(new - old) / (old or 1.0)
         changes[step] = change if math.isfinite(change) else math.inf
-    return changes or {0: 0.0}
+    return changes
 
 
 def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> tuple[str, int] | None:
@@ -309,5 +309,5 @@ def actions(report: Report) -> dict[str, str]:
         "Fine-tune from here": f'state = {load}, optimizer="reinit")',
         "Compare": f"flaxckpt diff {run} {{pair}}",
         "Export": f"flaxckpt convert {run} step-{{step}}.safetensors --step {{step}}",
-        "Save this page": f"flaxckpt report {run} -o report.html",
+        "Report as one file": f"flaxckpt report {run} -o report.html",
     }

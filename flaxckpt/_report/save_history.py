@@ -80,7 +80,8 @@ def other_events(events: Iterable[Event]) -> tuple[OtherEvent, ...]:
 def source_outcome(events: Iterable[Event]) -> str:
     """Returns how many leaves of its source a run loaded; empty if unknown."""
     outcomes = (e.details.get("outcome") for e in events if e.kind == "restored")
-    return next((each for each in outcomes if isinstance(each, str)), "")
+    first = next((each for each in outcomes if isinstance(each, str)), "")
+    return first.replace(" init", " initialized")
 
 
 def _why(event: Event) -> str:

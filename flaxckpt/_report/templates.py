@@ -9,6 +9,7 @@ import datetime
 import functools
 import html as standard_html
 import json
+import math
 import re
 import shlex
 import zlib
@@ -82,6 +83,9 @@ def _environment() -> jinja2.Environment:
         "clock": humanize.clock,
         "digest": lambda text: zlib.crc32(text.encode(errors="replace")),
         "few": errors.first_few,
+        "finite": lambda value: (
+            f"{value:.3g}" if math.isfinite(value) else "not finite"
+        ),
         "iso": _iso,
         "json": to_json,
         "leaf": errors.name_leaf,

@@ -287,6 +287,8 @@ def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
     opened.page.click("#steps tr[data-step='50'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 50"]
     code = copy("Resume from here")
+    opened.page.hover("menu.actions button:text-is('Resume from here')")
+    assert tip(opened) == code
     state = {}
     exec(f"import flaxckpt\n{code}", state | {"state": None}, state)
     assert int(state["state"].step) == 50
@@ -294,7 +296,7 @@ def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
     opened.page.click("#steps tr[data-step='30'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 30, deleted"]
     usable = opened.page.locator("menu.actions button:enabled")
-    assert usable.all_text_contents() == ["Save this page"]
+    assert usable.all_text_contents() == ["Report as one file"]
 
 
 def test_legends_name_all_signs_and_lines(show, report):  # noqa: F811
@@ -398,6 +400,58 @@ def test_shows_and_unfolds_layer_diverging_first(show, diverged):  # noqa: F811
     layer.press("Enter")
     leaf.wait_for(state="hidden")
     assert opened.messages == []
+
+
+LONG_LAYERS = [f"transformer_encoder_block_{n}" for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """The report of a run with layers of long names, at steps 5,000 to 20,000."""
+    root = tmp_path_factory.mktemp("long") / "run"
+    with flaxckpt.Checkpointer(root) as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=5000, statistics=True, check_step=False
+        )
+        for step in range(5000, 25000, 5000):
+            layers = {name: {"w": np.full(4, float(step))} for name in LONG_LAYERS}
+            metrics = {"rate": step / 2e7}
+            on_step(step, {"params": layers}, metrics=metrics)
+    return _report.gather(root, _report.ReportOptions())
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_of_layers_are_beside_cells(show, long_run, width):  # noqa: F811
+    opened = show(long_run, width=width)
+    assert opened.texts(".layer") == LONG_LAYERS
+    first = """canvas => {
+        const row = canvas.getContext('2d').getImageData(0, 9, canvas.width, 1).data;
+        return row.findIndex((part, n) => n % 4 === 3 && part > 0) / 4;
+    }"""
+    for layer in opened.page.locator("[data-layer]").all():
+        name, cells = layer.locator("button"), layer.locator("canvas").first
+        box = name.bounding_box()
+        begin = cells.bounding_box()["x"] + cells.evaluate(first)
+        assert box["x"] + box["width"] <= begin
+
+
+def test_axes_have_one_unit(browser, long_run, tmp_path):  # noqa: F811
+    file = tmp_path / "report.html"
+    file.write_text(_report.page(long_run), encoding="utf-8")
+    page = browser.new_page()
+    page.add_init_script(
+        """window.drawn = [];
+        const draw = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...given) {
+            window.drawn.push(text);
+            draw.call(this, text, ...given);
+        };"""
+    )
+    page.goto(file.as_uri())
+    texts = set(page.evaluate("drawn"))
+    assert {"5k", "10k", "20k", "0.0006", "0.001"} <= texts
+    assert not {"5,000", "6e-4"} & texts
+    page.close()
 
 
 def test_sorts_columns_by_values(show, report):  # noqa: F811
@@ -520,6 +574,7 @@ def test_search_finds_whole_numbers_and_skips_folded_texts(show, report):  # noq
         return [int(row["step"]) for row in rows]
 
     assert found("100") == [100]
+    assert found("1000") == found("1,000") == [1000]
     assert found("20") == [20]
     assert found("LatestN") == []
     found("")

@@ -270,6 +270,8 @@ def test_button_hides_and_shows_run_in_curves(visit):
     page.wait_for_selector("button[data-series=growing]")
     page.wait_for_selector("figure[data-metric=loss] canvas")
     drawn = "each => each.toDataURL()"
+    others = page.locator("figure[data-metric='eval/loss'] canvas")
+    first = others.evaluate(drawn)
     canvas = page.locator("figure[data-metric=loss] canvas")
     before = canvas.evaluate(drawn)
     page.locator("figure[data-metric=loss] .u-over").click()
@@ -277,9 +279,14 @@ def test_button_hides_and_shows_run_in_curves(visit):
     button = page.locator("button[data-series=growing]")
     button.press("Enter")
     assert button.get_attribute("aria-pressed") == "false"
-    assert canvas.evaluate(drawn) != before
+    assert canvas.is_hidden(), "no other run has the metric"
+    small = page.locator("button[data-series]").filter(has_text="script")
+    small.press("Enter")
+    assert others.evaluate(drawn) != first, "the steps are those of the other runs"
+    small.press("Enter")
     button.press("Enter")
     assert canvas.evaluate(drawn) == before
+    assert others.evaluate(drawn) == first
     assert opened.is_quiet, opened.messages
 
 

@@ -363,6 +363,15 @@ def test_rejects_step_of_single_checkpoint(made, open_page):
         compare.result(space, url)
 
 
+def test_single_step_is_not_compared_with_itself(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(2)})
+    space = open_page(tmp_path / "run")
+    shown = ask(compare.page, space, run="run")
+    assert "no other step" in shown
+    assert addresses(shown, "/compare/result") == []
+
+
 def test_compares_first_step_with_next_by_default(made, open_page):
     space = open_page(made)
     shown = ask(compare.page, space, run="run", b=20)

@@ -2,7 +2,7 @@
 //
 // A page has its data in `[data-charts]`, and places to draw in: `[data-draw]` with
 // a name in PAINTERS. `window.charts.refresh` draws again after the page has changed;
-// what the reader has set stays: the range of steps, smoothing, log axes, open layers.
+// what the reader has set stays.
 "use strict";
 (() => {
   const PALETTE = 8;
@@ -23,10 +23,12 @@
 
   // A run keeps its colour, whatever runs come before it: the one that follows from its
   // name, or the next that fewest runs have. The tab remembers it.
-  const seats = new Map();
-  try {
-    for (const each of JSON.parse(sessionStorage.flaxckptColours ?? "[]")) seats.set(...each);
-  } catch { /* pages in frames have no storage */ }
+  const seats = new Map(attempt(() => JSON.parse(sessionStorage.flaxckptColours)));
+
+  // Pages in frames may have no storage and no address.
+  function attempt(act) {
+    try { return act(); } catch { return null; }
+  }
 
   function seatOf(run) {
     if (!seats.has(run)) {
@@ -34,7 +36,7 @@
       const order = Array.from({ length: PALETTE }, (_, n) => (hash + n) % PALETTE);
       const taken = (seat) => [...seats.values()].filter((each) => each === seat).length;
       seats.set(run, order.reduce((a, b) => (taken(b) < taken(a) ? b : a)));
-      try { sessionStorage.flaxckptColours = JSON.stringify([...seats]); } catch { /* nor here */ }
+      attempt(() => sessionStorage.setItem("flaxckptColours", JSON.stringify([...seats])));
     }
     return seats.get(run);
   }
@@ -91,6 +93,7 @@
   }
 
   function rebuild() {
+    extent = findExtent();
     for (const each of drawn) each.build?.();
   }
 
@@ -114,9 +117,7 @@
   function writeAddress(how) {
     const old = FRAGMENT.test(location.hash) ? location.hash : "";
     if (fragment() === old) return;
-    try {
-      history[how](history.state, "", fragment() || location.pathname + location.search);
-    } catch { /* pages in frames may have no address */ }
+    attempt(() => history[how](history.state, "", fragment() || location.pathname + location.search));
   }
 
   // While a range is dragged, only its last state becomes an entry of the history.
@@ -164,15 +165,22 @@
 
   // ---- curves -------------------------------------------------------------------------
 
+  // The sign of a state of steps, or of an event, its colour and its meaning.
   const STATES = {
-    b: "the best", k: "kept", g: "would be deleted", d: "deleted since",
-    x: "damaged, or not readable",
+    b: ["●", "best", "the best"], k: ["●", "behind", "kept"], g: ["○", "behind", "would be deleted"],
+    d: ["●", "soft", "deleted since"], x: ["●", "bad", "damaged, or not readable"],
+  };
+  const EVENTS = {
+    stopped: ["■", "bad", "the process ended"], resumed: ["▲", "link", "resumed"],
+    preempted: ["■", "link", "preempted"], fell_back: ["◆", "link", "an older step was restored"],
+    failed: ["×", "bad", "a save failed"], found_damaged: ["▼", "bad", "found damaged"],
+    found_good: ["△", "link", "found good"], diverged: ["‼", "bad", "not finite from here on"],
   };
 
   // What became of a step: of a deleted one also why.
   function fateOf(step, state) {
     const why = state === "d" && (data.steps?.why[step] ?? data.steps?.why[""]);
-    return STATES[state] + (why ? `: ${why}` : "");
+    return STATES[state][2] + (why ? `: ${why}` : "");
   }
 
   // Averages exponentially, without a bias to the first value.
@@ -210,9 +218,8 @@
     }
 
     toggleLog() {
-      const isOn = !view.log.delete(this.name);
-      if (isOn) view.log.add(this.name);
-      this.log.setAttribute("aria-pressed", String(isOn));
+      if (!view.log.delete(this.name)) view.log.add(this.name);
+      this.log.setAttribute("aria-pressed", view.log.has(this.name));
       this.build();
     }
 
@@ -248,6 +255,7 @@
     }
 
     build() {
+      this.figure.hidden = this.lines.every((line) => view.hidden.has(line.name));
       if (!this.place.isConnected || this.place.clientWidth === 0) return;
       const grid = { stroke: colourOf("faint"), width: 1 };
       const axis = { stroke: colourOf("soft"), font: FONT, grid, ticks: { ...grid, size: 4 } };
@@ -272,8 +280,8 @@
           y: { distr: isLog ? 3 : 1 },
         },
         axes: [
-          { ...axis, size: 26, gap: 4, values: (_, at) => at.map(shortStep) },
-          { ...axis, size: LEFT, gap: 4, values: (_, at) => at.map(shortValue) },
+          { ...axis, size: 26, gap: 4, values: (_, at) => shortSteps(at) },
+          { ...axis, size: LEFT, gap: 4, values: (_, at) => shortValues(at) },
         ],
         series: this.series(),
         hooks: {
@@ -286,13 +294,10 @@
       over.tabIndex = 0;
       over.setAttribute("role", "img");
       over.setAttribute("aria-label", `${this.name} over steps: ${this.facts.textContent}`);
-      over.addEventListener("dblclick", () => setRange(null));
-      over.addEventListener("pointermove", (event) => this.tip(event.offsetX, event.offsetY));
-      over.addEventListener("pointerdown", (event) => this.tip(event.offsetX, event.offsetY));
-      over.addEventListener("keydown", (event) => this.move(event));
-      over.addEventListener("click", (event) => {
-        this.choose(this.runAt(event.offsetX, event.offsetY));
-      });
+      over.ondblclick = () => setRange(null);
+      over.onpointermove = over.onpointerdown = (event) => this.tip(event.offsetX, event.offsetY);
+      over.onkeydown = (event) => this.move(event);
+      over.onclick = (event) => this.choose(this.runAt(event.offsetX, event.offsetY));
     }
 
     draw() {
@@ -420,7 +425,7 @@
           const isStrong = state === "b" || state === "x";
           context.beginPath();
           context.arc(left, top, (isStrong ? 5 : state === "d" ? 2.4 : 3.4) * unit, 0, 2 * Math.PI);
-          context.fillStyle = colourOf(state === "g" ? "card" : COLOURS[state]);
+          context.fillStyle = colourOf(state === "g" ? "card" : STATES[state][1]);
           context.strokeStyle = colourOf(state === "g" ? "behind" : "card");
           context.lineWidth = 1.5 * unit;
           context.fill();
@@ -436,9 +441,9 @@
     const { left, top, width, height } = plot.bbox;
     const context = plot.ctx;
     for (const [step, kind] of data.events) {
-      if (!isShown(step) || !(kind in LINES)) continue;
+      if (!isShown(step) || !/resumed|diverged/.test(kind)) continue;
       const x = plot.valToPos(step, "x", true);
-      context.strokeStyle = context.fillStyle = colourOf(LINES[kind]);
+      context.strokeStyle = context.fillStyle = colourOf(EVENTS[kind][1]);
       context.globalAlpha = 0.08;
       if (kind === "diverged") context.fillRect(x, top, left + width - x, height);
       context.globalAlpha = 0.7;
@@ -453,20 +458,23 @@
     context.setLineDash([]);
   }
 
-  const LINES = { resumed: "link", diverged: "bad" };
-
-  function shortStep(step) {
-    if (step === null || step !== Math.round(step)) return "";
-    if (Math.abs(step) >= 1e6 && step % 1e5 === 0) return `${step / 1e6}M`;
-    return Math.abs(step) >= 1e4 && step % 100 === 0 ? `${step / 1e3}k` : whole(step);
+  // All steps of an axis in one unit; none between steps.
+  function shortSteps(steps) {
+    const most = Math.max(...steps.map(Math.abs));
+    const [unit, sign] = most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
+    return steps.map((step) => (step !== Math.round(step) ? ""
+      : (step / unit).toLocaleString("en") + (step ? sign : "")));
   }
 
-  function shortValue(value) {
-    if (value === null) return "";
-    if (value === 0) return "0";
-    const size = Math.abs(value);
-    if (size >= 1e5 || size < 1e-3) return value.toExponential(1).replace(".0e", "e");
-    return String(Number(value.toPrecision(5)));
+  // All values of a linear axis with an exponent, or none.
+  function shortValues(values) {
+    const most = Math.max(...values.map(Math.abs));
+    const least = most >= 1e5 || most < 1e-3 ? Infinity : 1e-4;
+    return values.map((value) => {
+      if (value === null) return "";
+      const short = Number(value.toPrecision(5));
+      return String(short && Math.abs(short) < least ? short.toExponential() : short);
+    });
   }
 
   let pointed = null; // the step that a row, a key or a mark shows in all curves
@@ -507,10 +515,12 @@
 
   // ---- lanes and the brush ------------------------------------------------------------
 
-  // A canvas over steps, which draws again as its width changes.
+  // A canvas over steps, which draws again as its width changes; with `move`, for keys.
   class Strip {
     constructor(className, height, label) {
-      this.canvas = create("canvas", { className, role: "img", "aria-label": label });
+      const keys = this.move && { tabIndex: 0, onkeydown: (event) => this.move(event) };
+      const role = keys ? "slider" : "img";
+      this.canvas = create("canvas", { className, role, "aria-label": label, ...keys });
       this.height = height;
     }
 
@@ -528,14 +538,22 @@
       return [context, width];
     }
 
+    // Returns where the steps begin: after names of so many letters.
+    left(width) {
+      return Math.max(LEFT, Math.min(7 * (this.letters ?? 0), Math.max(150, width / 3)));
+    }
+
     // Returns a function from a step to a place, for a range of steps.
     scale(width, [first, last]) {
+      const left = this.left(width);
       const across = last - first || 1;
-      return (step) => LEFT + (step - first) / across * (width - LEFT - RIGHT);
+      return (step) => left + (step - first) / across * (width - left - RIGHT);
     }
 
     stepAt(x, [first, last]) {
-      const part = (x - LEFT) / (this.canvas.clientWidth - LEFT - RIGHT);
+      const width = this.canvas.clientWidth;
+      const left = this.left(width);
+      const part = (x - left) / (width - left - RIGHT);
       return first + Math.min(Math.max(part, 0), 1) * (last - first);
     }
   }
@@ -551,23 +569,14 @@
       const unit = power * [1, 2, 5, 10].find((each) => each * power >= least);
       context.fillStyle = colourOf("soft");
       context.textAlign = "center";
-      for (let step = Math.ceil(first / unit) * unit; step <= last; step += unit) {
-        context.fillRect(place(step), 0, 1, 4);
-        context.fillText(shortStep(step), place(step), 13);
-      }
+      const steps = [];
+      for (let step = Math.ceil(first / unit) * unit; step <= last; step += unit) steps.push(step);
+      shortSteps(steps).forEach((text, n) => {
+        context.fillRect(place(steps[n]), 0, 1, 4);
+        context.fillText(text, place(steps[n]), 13);
+      });
     }
   }
-
-  const EVENTS = {
-    stopped: ["■", "the process ended"], resumed: ["▲", "resumed"],
-    preempted: ["■", "preempted"], fell_back: ["◆", "an older step was restored"],
-    failed: ["×", "a save failed"], found_damaged: ["▼", "found damaged"],
-    found_good: ["△", "found good"], diverged: ["‼", "not finite from here on"],
-  };
-  const GRAVE = new Set(["failed", "found_damaged", "diverged", "stopped"]);
-
-  const colourOfEvent = (kind) => (GRAVE.has(kind) ? "bad" : "link");
-  const COLOURS = { b: "best", k: "behind", g: "behind", d: "soft", x: "bad" };
 
   // A list of signs and their meanings; a line of a chart has a swatch as its sign.
   function key(entries) {
@@ -583,8 +592,7 @@
     const { steps, events, saves } = data;
     const states = Object.keys(STATES).filter((state) => steps.state.includes(state));
     const kinds = Object.keys(EVENTS).filter((kind) => events.some((each) => each[1] === kind));
-    const entries = states.map((state) => [state === "g" ? "○" : "●", COLOURS[state], STATES[state]]);
-    entries.push(...kinds.map((kind) => [EVENTS[kind][0], colourOfEvent(kind), EVENTS[kind][1]]));
+    const entries = [...states.map((state) => STATES[state]), ...kinds.map((kind) => EVENTS[kind])];
     const longest = longestStall(saves);
     if (longest) entries.push(["▮", "blocked", `training waited, ${duration(longest)} at most`]);
     return key(entries);
@@ -595,11 +603,8 @@
   class Lanes extends Strip {
     constructor() {
       super("lanes", 0, "Steps, events and stalls of saves: the arrow keys move between them");
-      this.canvas.tabIndex = 0;
-      this.canvas.setAttribute("role", "slider");
-      this.canvas.addEventListener("keydown", (event) => this.move(event));
-      this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX, event.offsetY));
-      this.canvas.addEventListener("click", () => this.at !== undefined && chooseStep(this.at));
+      this.canvas.onpointermove = (event) => this.tip(event.offsetX, event.offsetY);
+      this.canvas.onclick = () => this.at !== undefined && chooseStep(this.at);
     }
 
     draw() {
@@ -617,7 +622,7 @@
         if (!isShown(step)) return;
         const state = steps.state[n];
         const isTall = state !== "d" && state !== "g";
-        context.fillStyle = colourOf(COLOURS[state]);
+        context.fillStyle = colourOf(STATES[state][1]);
         const half = isTall ? 8 : 4;
         context.fillRect(place(step) - 1, 15 - half, state === "d" ? 1.4 : 2.4, 2 * half);
         this.marks.push([place(step), 15, step, `step ${whole(step)}: ${fateOf(step, state)}`]);
@@ -628,7 +633,7 @@
         if (!isShown(step)) continue;
         const x = place(step) + 11 * (count.get(step) ?? 0);
         count.set(step, (count.get(step) ?? 0) + 1);
-        context.fillStyle = colourOf(colourOfEvent(kind));
+        context.fillStyle = colourOf(EVENTS[kind][1]);
         context.fillText(EVENTS[kind][0], x, middle("events"));
         this.marks.push([x, middle("events"), step, text]);
       }
@@ -680,20 +685,19 @@
   class Brush extends Strip {
     constructor() {
       super("brush", 40, "All steps: drag to show a part of them");
-      this.canvas.tabIndex = 0;
-      this.canvas.setAttribute("role", "slider");
-      this.canvas.addEventListener("pointerdown", (event) => {
-        this.canvas.setPointerCapture(event.pointerId);
-        this.start = this.stepAt(event.offsetX, extent);
-      });
-      this.canvas.addEventListener("pointermove", (event) => {
-        if (this.start === undefined) return;
-        const range = [this.start, this.stepAt(event.offsetX, extent)].sort((a, b) => a - b);
+      const canvas = this.canvas;
+      let start;
+      canvas.onpointerdown = (event) => {
+        canvas.setPointerCapture(event.pointerId);
+        start = this.stepAt(event.offsetX, extent);
+      };
+      canvas.onpointermove = (event) => {
+        if (start === undefined) return;
+        const range = [start, this.stepAt(event.offsetX, extent)].sort((a, b) => a - b);
         if (range[1] - range[0] > (extent[1] - extent[0]) / 200) setRange(range);
-      });
-      this.canvas.addEventListener("pointerup", () => { this.start = undefined; });
-      this.canvas.addEventListener("dblclick", () => setRange(null));
-      this.canvas.addEventListener("keydown", (event) => this.move(event));
+      };
+      canvas.onpointerup = () => { start = undefined; };
+      canvas.ondblclick = () => setRange(null);
     }
 
     move(event) {
@@ -769,8 +773,8 @@
         type: "button", className: "layer", textContent: name.slice(data.layers.shared.length), "data-tip": name, "aria-expanded": "false",
         onclick: () => this.toggle(),
       });
-      this.canvas.addEventListener("click", () => this.toggle());
-      this.canvas.addEventListener("pointermove", (event) => this.tip(event.offsetX));
+      this.canvas.onclick = () => this.toggle();
+      this.canvas.onpointermove = (event) => this.tip(event.offsetX);
       this.row = create("li", { "data-layer": name }, this.button, this.canvas, this.ridges);
       if (view.open.has(name)) this.toggle();
     }
@@ -783,7 +787,7 @@
       x.forEach((step, n) => {
         if (!isShown(step)) return;
         context.fillStyle = heat(this.cells[n]);
-        const left = Math.round(Math.max(LEFT, place(x[n - 1] ?? first)));
+        const left = Math.round(Math.max(this.left(width), place(x[n - 1] ?? first)));
         context.fillRect(left, 0, Math.round(place(step)) - left, this.height);
       });
       if (!this.ridges.hidden) this.drawRidges();
@@ -832,7 +836,7 @@
       const base = 18 + (n + 1) * PITCH;
       const isFinite = from !== null && to !== null;
       context.fillStyle = colourOf(isFinite ? "soft" : "bad");
-      context.fillText(`${shortStep(step)}${isFinite ? "" : ": no finite values"}`, 2, base - 4);
+      context.fillText(`${whole(step)}${isFinite ? "" : ": no finite values"}`, 2, base - 4);
       if (!isFinite) return;
       context.beginPath();
       context.moveTo(place(from), base);
@@ -849,8 +853,8 @@
       context.stroke();
     });
     context.fillStyle = colourOf("soft");
-    context.fillText(shortValue(low), 54, strip.height - 8);
-    const end = shortValue(high);
+    const [start, end] = shortValues([low, high]);
+    context.fillText(start, 54, strip.height - 8);
     context.fillText(end, width - 10 - context.measureText(end).width, strip.height - 8);
   }
 
@@ -872,7 +876,7 @@
     track(place) {
       const curves = data.metrics.slice(0, 1).map((metric) => addMetric(place, metric, 250));
       for (const each of curves) each.hasEvents = true;
-      const parts = [new Lanes(), new Brush()];
+      const parts = saved.length > 1 ? [new Lanes(), new Brush()] : [new Lanes()];
       place.append(...parts.map((part) => part.canvas), keyOfTrack());
       return [...curves, ...parts];
     },
@@ -900,9 +904,12 @@
       }
       place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), axis.canvas, key);
       if (data.layers.hidden) {
-        key.append(` ${whole(data.layers.hidden)} layers that changed less are not shown.`);
+        key.append(`; not shown: ${whole(data.layers.hidden)} that changed less, or were sampled once`);
       }
-      return [...rows, axis];
+      const parts = [...rows, axis];
+      const most = Math.max(...data.layers.names.map((name) => name.length));
+      for (const each of parts) each.letters = most - data.layers.shared.length;
+      return parts;
     },
     // A metric of each run in one picture, for all metrics.
     runs(place) {
@@ -919,7 +926,8 @@
   function findExtent() {
     const steps = [
       ...data.metrics.flatMap((metric) => metric.x), ...(data.steps?.x ?? []),
-      ...(data.runs?.metrics ?? []).flatMap((each) => each.lines.flatMap((l) => l.x)),
+      ...(data.runs?.metrics ?? []).flatMap((each) => each.lines)
+        .flatMap((line) => (view.hidden.has(line.name) ? [] : line.x)),
     ];
     saved = [...new Set(steps)].sort((a, b) => a - b);
     if (saved.length > 1) return [saved[0], saved.at(-1)];
@@ -958,23 +966,32 @@
 
   // ---- controls -------------------------------------------------------------------------
 
-  document.addEventListener("input", (event) => {
-    if (!event.target.matches?.("input[data-smooth]")) return;
-    view.smooth = Number(event.target.value);
+  document.addEventListener("input", ({ target }) => {
+    if (target.matches?.("[data-smooth]")) view.smooth = Number(target.value);
+    else if (target.matches?.("#all-runs [data-search]")) {
+      // Runs that a search leaves out are not drawn either.
+      const rows = [...document.querySelectorAll("#all-runs tr[data-run]")];
+      view.hidden = new Set(rows.filter((row) => row.hidden).map((row) => row.dataset.run));
+    } else return;
     rebuild();
+    showSeries();
   });
 
-  document.addEventListener("click", (event) => {
-    const button = event.target.closest?.("button");
+  document.addEventListener("click", ({ target }) => {
+    const button = target.closest?.("button");
     if (button?.dataset.action === "all-steps") setRange(null);
     if (button?.dataset.series !== undefined) toggleSeries(button);
     if (button?.dataset.copy !== undefined) copy(button);
+    if (button?.matches(".theme")) changeTheme();
+    const row = target.closest?.("#all-runs tr[data-run], #steps tr[data-step]");
+    if (!row || target.closest("a, button, summary")) return;
+    if (row.dataset.step) chooseStep(Number(row.dataset.step));
+    else if (!String(getSelection())) openRun(row.dataset.run);
   });
 
   function toggleSeries(button) {
     const name = button.dataset.series;
-    const isHidden = !view.hidden.delete(name);
-    if (isHidden) view.hidden.add(name);
+    if (!view.hidden.delete(name)) view.hidden.add(name);
     rebuild();
     showSeries();
   }
@@ -994,21 +1011,6 @@
     rows.find((row) => row.dataset.run === name)?.querySelector("a").click();
   }
 
-  document.addEventListener("click", (event) => {
-    const row = event.target.closest?.("#all-runs tr[data-run]");
-    const isText = event.target.closest?.("a, button, summary") || String(getSelection());
-    if (row && !isText) openRun(row.dataset.run);
-  });
-
-  // Runs that a search leaves out are not drawn either.
-  document.addEventListener("input", (event) => {
-    const rows = event.target.closest?.("#all-runs")?.querySelectorAll("tr[data-run]");
-    if (!rows || !event.target.matches("[data-search]")) return;
-    view.hidden = new Set([...rows].filter((row) => row.hidden).map((row) => row.dataset.run));
-    rebuild();
-    showSeries();
-  });
-
   // ---- actions --------------------------------------------------------------------------
 
   // Makes a step the one that the actions are about; null is the one of the page.
@@ -1021,8 +1023,11 @@
         : { d: ", deleted", x: ", damaged" }[data.steps.state[at]] ?? "";
       menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
       for (const button of menu.querySelectorAll("button")) {
-        const isMissing = lost !== "" || (button.dataset.copy.includes("{pair}") && !pairWith(step));
-        button.disabled = isMissing && /\{(step|pair)\}/.test(button.dataset.copy);
+        const code = button.dataset.copy;
+        const pair = pairWith(step);
+        const isMissing = lost !== "" || (code.includes("{pair}") && !pair);
+        button.disabled = isMissing && /\{(step|pair)\}/.test(code);
+        button.dataset.tip = code.replaceAll("{step}", step).replace("{pair}", pair);
       }
     }
     remember();
@@ -1036,10 +1041,8 @@
   }
 
   async function copy(button) {
-    const menu = button.closest("menu");
-    const step = chosen ?? Number(menu.dataset.step);
-    const words = button.dataset.copy.replaceAll("{step}", step).replace("{pair}", () => pairWith(step));
-    const output = menu.querySelector("output");
+    const words = button.dataset.tip;
+    const output = button.closest("menu").querySelector("output");
     try {
       await navigator.clipboard.writeText(words);
       output.textContent = `Copied: ${words}`;
@@ -1049,11 +1052,6 @@
       output.textContent = words; // to be copied by hand
     }
   }
-
-  document.addEventListener("click", (event) => {
-    const row = event.target.closest?.("#steps tr[data-step]");
-    if (row && !event.target.closest("a, button, summary")) chooseStep(Number(row.dataset.step));
-  });
 
   // ---- size, colours and paper ------------------------------------------------------------
 
@@ -1075,16 +1073,13 @@
 
   const THEMES = { "": "dark", dark: "light", light: "" };
 
-  document.addEventListener("click", (event) => {
-    if (!event.target.closest?.("button.theme")) return;
+  function changeTheme() {
     const { dataset } = document.documentElement;
     dataset.theme = THEMES[dataset.theme ?? ""];
-    try { localStorage.setItem("flaxckpt-theme", dataset.theme); } catch { /* not kept */ }
+    attempt(() => localStorage.setItem("flaxckpt-theme", dataset.theme));
     repaint();
-  });
-  try {
-    document.documentElement.dataset.theme = localStorage.getItem("flaxckpt-theme") ?? "";
-  } catch { /* pages in frames have no storage */ }
+  }
+  document.documentElement.dataset.theme = attempt(() => localStorage.getItem("flaxckpt-theme")) ?? "";
 
   new ResizeObserver(() => requestAnimationFrame(redraw)).observe(document.documentElement);
   document.addEventListener("toggle", () => redraw(), true);

@@ -130,12 +130,13 @@
   // Hides the rows and leaves that lack a word of the search; opens what has the others.
   function search(input) {
     const scope = input.closest("[data-scope]");
-    const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const plain = (text) => text.toLowerCase().replaceAll(",", ""); // of thousands
+    const words = plain(input.value).split(/\s+/).filter(Boolean);
     let found = 0;
     let all = 0;
     for (const entry of scope.querySelectorAll("tbody tr, [data-leaf]")) {
-      const text = `${entry.dataset.path ?? entry.dataset.words ?? ""} ${textOf(entry)}`.toLowerCase();
-      const fits = hasWords(text, words);
+      const text = `${entry.dataset.path ?? entry.dataset.words ?? ""} ${textOf(entry)}`;
+      const fits = hasWords(plain(text), words);
       entry.hidden = !fits;
       found += fits;
       all += 1;

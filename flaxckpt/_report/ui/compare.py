@@ -21,7 +21,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     others = workspace.targets.checkpoints()
     other = workspace.targets.find(query.text("with") or place.name, others)
     a, b = _choose_steps(workspace, place, other, query)
-    is_asked = query.number("b") is not None or (place, a) != (other, b)
+    is_asked = query.number("b") is not None or place != other or None not in (a, b)
     return frame.render(
         "ui/compare.html",
         workspace,

@@ -101,7 +101,6 @@ def _describe(
         "more": max(0, len(bad) - _MOST_SHOWN),
         "remedies": _find_remedies(place, report, results),
         "report": known,
-        "is_read": bool(found),
         "checks": content.list_checks(known),
         "said": {result.step.step for result in bad[:_MOST_SHOWN]},
     }
