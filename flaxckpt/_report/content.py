@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flaxckpt._inspect import best_step
-from flaxckpt._report import chart_data, copies, flight_recorder, treemap
+from flaxckpt._report import chart_data, copies, flight_recorder
 from flaxckpt._report.data import (
     Change,
     ChangedLeaf,
@@ -206,7 +206,6 @@ def list_checks(report: Report) -> Content:
 def _sizes(report: Report) -> Content:
     return {
         "shares": _shares(report),
-        "pictures": treemap.draw(report.parts) if len(report.parts) > 1 else [],
         "tree": functools.partial(_tree, report),
         "shown": sum(row.type is not None for row in report.tree),
         "most": _MOST_LEAVES,

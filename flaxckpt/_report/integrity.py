@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _CHECKED = 10
 """The number of newest steps that are checked by default."""
 
+_MOST_FAULTS = 100
+"""Faults of a step that are kept."""
+
 _NO_LIST = "no list of its files to check"
 _GONE = "deleted in the meantime"
 
@@ -97,13 +100,27 @@ def explain(error: Exception) -> str:
 class Verification(NamedTuple):
     """The result of reading every byte of a step.
 
-    The report is None if the step could not be opened; `files` is the stamp of the
-    files before they were read.
+    Attributes:
+        step: The step, as listed before it was read.
+        files: The stamp of its files before they were read; None if unknown.
+        summary: The number of leaves that cannot be read, and the files that cause it.
+        faults: The first faults: the file and the values in it, and what is wrong.
+        more_faults: The number of further ones.
+        unchecked: The number of leaves and files without checksums, which were only
+            read.
+        news: What became known of the step since, which ends the result; empty if
+            nothing.
     """
 
+    step: Step
     integrity: Integrity
-    report: VerifyReport | None
     files: int | None
+    secs: float
+    summary: str = ""
+    faults: Sequence[tuple[str, str]] = ()
+    more_faults: int = 0
+    unchecked: int = 0
+    news: str = ""
 
 
 def verify_step(step: Step, counter: Counter | None = None) -> Verification:
@@ -112,7 +129,8 @@ def verify_step(step: Step, counter: Counter | None = None) -> Verification:
     An error of the counter's `add` ends the verification.
     """
     path = _storage.paths.from_text(step.path)
-    began, files = time.time(), stamp_files(path)
+    began, start, files = time.time(), time.monotonic(), stamp_files(path)
+    report = None
     try:
         try:
             report = _checkpoint.verify.verify_checkpoint(
@@ -120,11 +138,23 @@ def verify_step(step: Step, counter: Counter | None = None) -> Verification:
             )
         except errors.DamagedCheckpointError as error:
             report = _checkpoint.verify.report_lost(path, step.step, error)
+        found = _of_report(step, report, began)
     except (errors.CheckpointError, OSError) as error:
-        return Verification(_of_error(step, error, began), None, files)
-    if not report.ok and not _storage.of(path).exists(path):
-        return Verification(Integrity(step.step, "unknown", _GONE, 0), None, files)
-    return Verification(_of_report(step, report, began), report, files)
+        found = _of_error(step, error, began)
+    if found.is_bad and not _storage.of(path).exists(path):
+        report, found = None, Integrity(step.step, "unknown", _GONE, 0)
+    result = Verification(step, found, files, time.monotonic() - start)
+    if report is None:
+        return result
+    causes = {n: f"could not be read: {why}" for n, why in report.unread.items()}
+    faults = {**report.problems, **causes}
+    named = [(report.places.get(n, n), why) for n, why in faults.items()]
+    return result._replace(
+        summary=report.summary,
+        faults=named[:_MOST_FAULTS],
+        more_faults=len(named[_MOST_FAULTS:]),
+        unchecked=len(report.unchecked),
+    )
 
 
 def _of_report(step: Step, report: VerifyReport, began: float) -> Integrity:

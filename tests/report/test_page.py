@@ -703,20 +703,6 @@ trees = st.recursive(
 )
 
 
-@given(st.lists(st.integers(0, 10**6), max_size=40))
-def test_treemap_rectangles_have_their_areas_and_stay_inside(sizes):
-    sizes = sorted(sizes, reverse=True)
-    boxes = _report.treemap.squarify(sizes, _report.treemap.Rectangle(0, 0, 300, 200))
-    assert len(boxes) == len(sizes)
-    total = sum(sizes)
-    for size, box in zip(sizes, boxes, strict=True):
-        wanted = size / total * 300 * 200 if total else 0
-        assert box.width * box.height == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-        assert box.x >= -1e-6
-        assert box.x + box.width <= 300 + 1e-6
-        assert box.y + box.height <= 200 + 1e-6
-
-
 @given(
     st.dictionaries(
         st.lists(st.text("abcd", min_size=1, max_size=2), min_size=1, max_size=5).map(

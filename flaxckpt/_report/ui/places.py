@@ -144,10 +144,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
 
 
 def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
-    """Returns the runs and checkpoints at or below a path, by name.
-
-    Only the names are looked at of those that are known.
-    """
+    """Returns the runs and checkpoints at or below a path, by name."""
     kind = is_run(root)
     if kind is not None:
         name = root.name or str(root)
@@ -155,15 +152,23 @@ def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
     if not root.is_dir():
         return {}
     with _storage.paths.listing_cache(root):
-        search = _search(root, "", _DEEPEST, known)
+        search = search_below(root, known)
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
 
 
-def _search(
-    directory: Path, prefix: str, depth: int, known: Mapping[str, Location]
+def search_below(
+    directory: Path,
+    known: Mapping[str, Location],
+    prefix: str = "",
+    depth: int = _DEEPEST,
+    most: int | None = None,
 ) -> Iterator[Location]:
-    """Yields the runs and checkpoints below a directory, by name."""
-    for child in sorted(directory.iterdir()):
+    """Yields the runs and checkpoints below a directory, by name.
+
+    Only the names are looked at of those that are known, and of `most` entries, if
+    given, the first ones.
+    """
+    for child in sorted(itertools.islice(directory.iterdir(), most)):
         if child.is_symlink() or _storage.temporary.TEMPORARY in child.name:
             continue
         name = f"{prefix}{child.name}"
@@ -175,7 +180,7 @@ def _search(
             if kind is False or (kind and not is_empty(child)):
                 yield Location(name, child, kind)
             elif kind is None and depth > 1 and child.is_dir():
-                yield from _search(child, f"{name}/", depth - 1, known)
+                yield from search_below(child, known, f"{name}/", depth - 1)
         except OSError:  # deleted, or not readable
             continue
 

@@ -8,6 +8,7 @@ nothing. Links are not followed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ class Targets:
 
     def __init__(self, found: Places) -> None:
         self._found = found
-        self._beside: Mapping[Path, Location] = {}
+        self._beside: Mapping[str, Location] = {}
         self._with_steps: set[Path] = set()
 
     def all(self) -> Mapping[str, Location]:
@@ -48,9 +49,14 @@ class Targets:
         found = self._found
         targets = dict(found.runs)
         if found.is_single and not _storage.of(found.root).costs_requests:
-            self._beside = dict(_find_beside(found.root, self._beside))
-            for place in self._beside.values():
-                targets.setdefault(place.name, place)
+            with contextlib.suppress(OSError):
+                beside = places.search_below(
+                    found.root.parent, self._beside, depth=1, most=_MOST_ENTRIES
+                )
+                self._beside = {each.name: each for each in beside}
+            for name, place in self._beside.items():
+                if place.path != found.root:
+                    targets.setdefault(name, place)
         return {**targets, **found.others}
 
     def without_steps(self, targets: Mapping[str, Location]) -> set[str]:
@@ -77,28 +83,6 @@ class Targets:
         """
         place = (self.all() if among is None else among).get(name)
         return self._found.find(name) if place is None else place  # find raises
-
-
-def _find_beside(
-    root: Path, known: Mapping[Path, Location]
-) -> Iterator[tuple[Path, Location]]:
-    """Yields the runs and checkpoints in the directory of an opened one, with paths.
-
-    Those that are known are not looked at again.
-    """
-    for child in _list(root.parent):
-        if child in known:
-            yield child, known[child]
-            continue
-        if child == root or child.is_symlink() or child.name.startswith("."):
-            continue
-        try:
-            if child.is_dir() and not places.is_empty(child):
-                is_run = places.is_run(child)
-                if is_run is not None:
-                    yield child, Location(child.name, child, is_run)
-        except (errors.CheckpointError, OSError):  # deleted, or not readable
-            continue
 
 
 def _list(directory: Path) -> list[Path]:

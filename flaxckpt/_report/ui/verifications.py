@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxckpt import _storage, errors
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import integrity
-from flaxckpt._report.data import Integrity, Report
+from flaxckpt._report.data import Report
 from flaxckpt._report.integrity import Verification
 from flaxckpt._report.ui.places import Location
 from flaxckpt._util import progress
@@ -25,35 +24,8 @@ from flaxckpt._util import progress
 _log = logging.getLogger(__name__)
 
 _MOST_RESULTS = 20_000
-_MOST_FAULTS = 100
 _SHARE = 0.05
 """The share of the time in which the files of verified steps are looked at."""
-
-
-class Result(NamedTuple):
-    """The result of reading every byte of a step.
-
-    Attributes:
-        step: The step, as listed before it was read.
-        files: The stamp of its files before they were read; None if unknown.
-        summary: The number of leaves that cannot be read, and the files that cause it.
-        faults: The first faults: the file and the values in it, and what is wrong.
-        more_faults: The number of further ones.
-        unchecked: The number of leaves and files without checksums, which were only
-            read.
-        news: What became known of the step since, which ends the result; empty if
-            nothing.
-    """
-
-    step: Step
-    integrity: Integrity
-    files: int | None
-    summary: str
-    faults: Sequence[tuple[str, str]]
-    more_faults: int
-    unchecked: int
-    secs: float
-    news: str = ""
 
 
 class _StoppedError(Exception):
@@ -87,12 +59,12 @@ class Job:
         self,
         place: Location,
         steps: Sequence[Step],
-        remember: Callable[[Location, Result], None],
+        remember: Callable[[Location, Verification], None],
         end: Callable[[], None],
     ) -> None:
         self.place = place
         self.steps = tuple(steps)
-        self.results: list[Result] = []
+        self.results: list[Verification] = []
         self.error: str | None = None
         self._remember, self._end = remember, end
         self._stop = threading.Event()
@@ -133,9 +105,7 @@ class Job:
                 if self._stop.is_set():
                     return
                 self._counter = _Counter(f"verifying {step.path}", self._stop)
-                start = time.monotonic()
-                verified = integrity.verify_step(step, self._counter)
-                result = _describe(step, verified, time.monotonic() - start)
+                result = integrity.verify_step(step, self._counter)
                 self._remember(self.place, result)
                 self.results.append(result)
         except _StoppedError:
@@ -147,34 +117,16 @@ class Job:
             self._end()
 
 
-def _describe(step: Step, verified: Verification, secs: float) -> Result:
-    faults: list[tuple[str, str]] = []
-    summary, unchecked = "", 0
-    if (report := verified.report) is not None:
-        found = dict(report.problems)
-        found |= {n: f"could not be read: {why}" for n, why in report.unread.items()}
-        faults = [(report.places.get(n, n), why) for n, why in found.items()]
-        summary, unchecked = report.summary, len(report.unchecked)
-    return Result(
-        step,
-        verified.integrity,
-        verified.files,
-        summary,
-        faults[:_MOST_FAULTS],
-        len(faults[_MOST_FAULTS:]),
-        unchecked,
-        secs,
-    )
-
-
 class Verifications:
     """Verifies checkpoints, and remembers the results; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._job: Job | None = None
-        self._results: dict[tuple[Path, int | None], Result] = {}  # the newest last
-        self._changed: dict[tuple[Path, int | None], Result] = {}
+        self._results: dict[
+            tuple[Path, int | None], Verification
+        ] = {}  # the newest last
+        self._changed: dict[tuple[Path, int | None], Verification] = {}
         self._looking = threading.Lock()
         self._due = 0.0
         self._version = 0
@@ -210,7 +162,9 @@ class Verifications:
         if self._job is not None:
             self._job.stop()
 
-    def find(self, place: Location, report: Report) -> Mapping[int | None, Result]:
+    def find(
+        self, place: Location, report: Report
+    ) -> Mapping[int | None, Verification]:
         """Returns the last result for each step of a run, with what is known since."""
         self.look_again()
         with self._lock:
@@ -266,7 +220,7 @@ class Verifications:
         with self._lock:
             self._version += 1
 
-    def _remember(self, place: Location, result: Result) -> None:
+    def _remember(self, place: Location, result: Verification) -> None:
         key = (place.path, result.step.step)
         with self._lock:
             self._results.pop(key, None)
@@ -281,7 +235,7 @@ def _is_same(step: Step, verified: Step) -> bool:
     return (step.path, step.created) == (verified.path, verified.created)
 
 
-def _has_changed(result: Result) -> bool:
+def _has_changed(result: Verification) -> bool:
     """Returns True if files of a step have changed since it was verified."""
     if result.files is None:
         return False

@@ -10,9 +10,10 @@ from flaxckpt import _checkpoint, errors
 from flaxckpt._report import content, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
+from flaxckpt._report.integrity import Verification
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.places import Location
-from flaxckpt._report.ui.verifications import Job, Result
+from flaxckpt._report.ui.verifications import Job
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
@@ -113,7 +114,7 @@ def _find_outcome(
     job: Job | None,
     place: Location,
     chosen: _Chosen,
-    found: Mapping[int | None, Result],
+    found: Mapping[int | None, Verification],
     known: Report,
 ) -> Content:
     """Returns the results of the chosen steps, and what is known since.
@@ -160,7 +161,7 @@ def _is_about(
 # ---- faults and remedies ----------------------------------------------------------
 
 
-def _list_faults(result: Result) -> Content:
+def _list_faults(result: Verification) -> Content:
     """Returns the faults of a step: place, its file, the values in it, and why."""
     rows = [(place, *place.partition(" -> ")[::2], why) for place, why in result.faults]
     files = {file for _, file, *_ in rows if file != _checkpoint.verify_report.HERE}
@@ -174,7 +175,7 @@ def _list_faults(result: Result) -> Content:
 
 
 def _find_remedies(
-    place: Location, report: Report, results: Mapping[int | None, Result]
+    place: Location, report: Report, results: Mapping[int | None, Verification]
 ) -> list[Content]:
     """Returns the commands that mark damaged steps of a run, and unmark good ones."""
     marked = {s.step for s in report.steps if s.damage is not None}
