@@ -201,20 +201,28 @@ def _find_finite(report: Report) -> list[int]:
     ]
 
 
-def choose_pair(report: Report) -> tuple[int, int] | None:
-    """Returns two steps of a run that diverged to compare; None for other runs.
+def choose_pair(
+    report: Report, a: int | None = None, b: int | None = None
+) -> tuple[int | None, int | None]:
+    """Returns two steps of a run to compare, of which one or both may be given.
 
-    They are the last finite step and the first one after it that exists; without these,
-    the two newest steps before the divergence.
+    By default they are the newest step that can be used and the one before. Of a run
+    that diverged, they are the last finite step and the first one after it that exists;
+    without these, the two newest steps before the divergence. None is a step that the
+    run lacks.
     """
-    found = find_divergence(report)
-    if found is None:
-        return None
-    before = [step for step in report.good_steps if step < found.step]
-    after = [step for step in report.good_steps if step >= found.step]
-    if found.last_finite in before and after:
-        return before[-1], after[0]
-    return (before[-2], before[-1]) if len(before) > 1 else None
+    found, steps = find_divergence(report), report.usable
+    if found is not None and a is None and b is None:
+        before = [step for step in report.good_steps if step < found.step]
+        after = [step for step in report.good_steps if step >= found.step]
+        if found.last_finite in before and after:
+            return before[-1], after[0]
+        steps = before if len(before) > 1 else steps
+    b = max(steps, default=None) if b is None else b
+    if a is None and b is not None:
+        earlier = [step for step in steps if step < b]
+        a = max(earlier or [step for step in steps if step > b][:1], default=None)
+    return a, b
 
 
 # ---- layers -----------------------------------------------------------------------

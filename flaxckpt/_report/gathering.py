@@ -6,6 +6,7 @@ of damaged runs.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -24,6 +25,7 @@ from flaxckpt._inspect.listing import Listing, Step
 from flaxckpt._report import (
     copies,
     dataset_positions,
+    flight_recorder,
     integrity,
     save_history,
     size_groups,
@@ -151,7 +153,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         tree=tuple(
             TreeRow(t.name, *t[:4], str(t.info) if t.info else None) for t in rest
         ),
-        change=_compare_steps(root, listing, good, repeated, options, notes),
+        change=None,
         leaf_histories=_leaf_histories(root, repeated, infos) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
@@ -159,7 +161,9 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         integrity=checks,
         notes=notes,
     )
-    return report.with_integrity(checks)
+    report = report.with_integrity(checks)
+    change = _compare_steps(root, report, options, notes)
+    return dataclasses.replace(report, change=change)
 
 
 def _read_tags(root: Path) -> Mapping[str, str]:
@@ -261,12 +265,7 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 
 
 def _compare_steps(
-    root: Path,
-    listing: Listing,
-    good: Sequence[Step],
-    repeated: Sequence[copies.Copy],
-    options: ReportOptions,
-    notes: dict[str, str],
+    root: Path, report: Report, options: ReportOptions, notes: dict[str, str]
 ) -> Change | None:
     """Returns the differences between two steps; None if not compared."""
     is_requested = options.diff or (options.step_a, options.step_b) != (None, None)
@@ -274,7 +273,7 @@ def _compare_steps(
         notes["change"] = "Not compared, because of --no-diff."
         return None
     try:
-        pair = _choose_steps(listing, good, options)
+        pair = _choose_steps(report, options)
         if pair is None:
             notes["change"] = "There are no two good steps to compare."
             return None
@@ -290,7 +289,8 @@ def _compare_steps(
             )
             return None
         diff = _inspect.diff.diff(a, b)
-        return describe_change(diff, repeated, pair, (str(pair[0]), str(pair[1])))
+        names = str(pair[0]), str(pair[1])
+        return describe_change(diff, report.copies, pair, names)
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
@@ -299,30 +299,24 @@ def _compare_steps(
         return None
 
 
-def _choose_steps(
-    listing: Listing, good: Sequence[Step], options: ReportOptions
-) -> tuple[int, int] | None:
+def _choose_steps(report: Report, options: ReportOptions) -> tuple[int, int] | None:
     """Returns the two steps to compare, or None.
 
     Raises:
         OptionError: Both are the same step.
     """
-    if not listing.is_run and (options.step_a, options.step_b) != (None, None):
+    given = options.step_a, options.step_b
+    if not report.is_run and given != (None, None):
         raise errors.OptionError(
-            f"{listing.path} is a single checkpoint without steps: to compare it with"
+            f"{report.path} is a single checkpoint without steps: to compare it with"
             " another, use flaxckpt diff"
         )
-    numbers = [step.step for step in good if step.step is not None]
-    a, b = options.step_a, options.step_b
-    b = max(numbers, default=None) if b is None else b
-    if b is None:
-        return None
-    a = max((step for step in numbers if step < b), default=None) if a is None else a
-    if a == b:
+    a, b = flight_recorder.choose_pair(report, *given)
+    if a is not None and a == b:
         raise errors.OptionError(
             f"step {a} would be compared with itself: pass two different steps"
         )
-    return None if a is None else (a, b)
+    return None if a is None or b is None or not report.good_steps else (a, b)
 
 
 def describe_change(

@@ -1012,7 +1012,7 @@ def test_diverged_run_continues_from_last_remaining_finite_step(tmp_path):
         ([BestN(1, "loss", "min"), LatestN(2)], (3, 5)),
         ([LatestN(9)], (3, 4)),
         ([BestN(2, "loss", "min")], (2, 3)),
-        ([LatestN(1)], None),
+        ([LatestN(1)], (None, 6)),
     ],
 )
 def test_compares_steps_around_divergence(tmp_path, keep, wanted):
@@ -1024,11 +1024,15 @@ def test_compares_steps_around_divergence(tmp_path, keep, wanted):
     if wanted == (2, 3):  # no step after it is left
         steps = tuple(step for step in found.steps if step.step < 4)
         found = dataclasses.replace(found, steps=steps)
+    elif None not in wanted:
+        assert (found.change.step_a, found.change.step_b) == wanted
     assert _report.flight_recorder.choose_pair(found) == wanted
 
 
-def test_compares_no_steps_without_divergence(run):
-    assert _report.flight_recorder.choose_pair(gather(run)) is None
+def test_compares_newest_steps_without_divergence(run):
+    choose = _report.flight_recorder.choose_pair
+    assert choose(gather(run)) == (70, 80)
+    assert choose(gather(run), b=20) == (40, 20)
 
 
 def test_shows_nan_for_leaf_without_finite_values(tmp_path):

@@ -39,25 +39,13 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 def _choose_steps(
     workspace: Workspace, place: Location, other: Location, query: Query
 ) -> tuple[int | None, int | None]:
-    """Returns the steps of a request; by default the newest good one, and one before.
-
-    Of a run that diverged, they are those around it. Steps of the request stay,
-    whatever their state: comparing them tells what is wrong.
-    """
-    a, b = query.number("a"), query.number("b")
-    if a is None and b is None and other == place:
-        pair = flight_recorder.choose_pair(workspace.report(place))
-        if pair is not None:
-            return pair
+    """Returns the steps of a request, whatever their state, or two to begin with."""
+    report, a, b = workspace.report(place), query.number("a"), query.number("b")
+    if other == place:
+        return flight_recorder.choose_pair(report, a, b)
     if b is None:
         b = max(workspace.report(other).usable, default=None)
-    if a is None:
-        others = workspace.report(place).usable
-        if other == place and b is not None:
-            earlier = [step for step in others if step < b]
-            others = earlier or [step for step in others if step > b][:1]
-        a = max(others, default=None)
-    return a, b
+    return max(report.usable, default=None) if a is None else a, b
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:
