@@ -8,15 +8,12 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from flaxckpt._inspect import best_step
 from flaxckpt._report import chart_data, copies, flight_recorder
 from flaxckpt._report.data import (
-    Change,
-    ChangedLeaf,
     Integrity,
     LeafHistory,
     MetricValue,
@@ -29,9 +26,6 @@ MOST_STEPS = 200
 """Row limit of the table of steps, which keeps the page of a long run small."""
 
 _MOST_ROWS = 250
-_MOST_CHANGES = 100
-"""Row limit of each part of the state."""
-
 _MOST_HISTORIES = 300
 _MOST_LEAVES = 3000
 """Limit of the tree of leaves."""
@@ -56,9 +50,7 @@ def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
         "facts": _count_metrics(report),
         "layers": _layers(report),
         "steps": _steps(report, most),
-        "saves": _sum_saves(report),
         "checks": list_checks(report),
-        "change": describe_change(report.change, None) if report.change else None,
         "sizes": _sizes(report) if report.parts else None,
     }
 
@@ -168,19 +160,6 @@ def _steps(report: Report, most: int | None) -> Content:
     }
 
 
-def _sum_saves(report: Report) -> Content:
-    durable = [save for save in report.saves if save.total_secs is not None]
-    return {
-        "durable": len(durable),
-        "steps": len({s.step for s in report.saves if s.outcome == "durable"}),
-        "blocked": sum(save.blocked_secs or 0.0 for save in durable),
-        "total": sum(save.total_secs or 0.0 for save in durable),
-        "longest": max((save.blocked_secs or 0.0 for save in durable), default=0.0),
-        "outcomes": collections.Counter(save.outcome for save in report.saves),
-        "bad": [s for s in report.saves[::-1] if s.outcome != "durable"][:_MOST_ROWS],
-    }
-
-
 def list_checks(report: Report) -> Content:
     """Returns runs of neighbouring steps in the same state; problems are alone."""
     ranges: list[list[Integrity]] = []
@@ -245,69 +224,3 @@ def _tree(report: Report) -> Content:
         inside.sort(key=optimizer.__contains__)
     top = [*(inner[0] or [0]), *range(len(report.tree), len(rows))]
     return {"rows": rows, "inner": inner, "top": top, "open": {*inner[0]} - optimizer}
-
-
-# ---- changes ----------------------------------------------------------------------
-
-
-def describe_change(
-    diff: Change,
-    names: tuple[str, str] | None,
-    most: int = _MOST_CHANGES,
-    rest: str = "--json lists all",
-) -> Content:
-    """Returns the content of a comparison, of which each table has `most` rows.
-
-    `names` are those of the steps, by default their numbers; `rest` tells where the
-    leaves beyond are.
-    """
-    groups: dict[str, list[ChangedLeaf]] = {name: [] for name in diff.equal_in}
-    for leaf in diff.leaves:
-        groups.setdefault(leaf.group, []).append(leaf)
-    return {
-        "diff": diff,
-        "names": names or (f"step {diff.step_a:,}", f"step {diff.step_b:,}"),
-        "most": most,
-        "rest": rest,
-        "lost": {**diff.damaged_items, **diff.unreadable},
-        "counts": _count_changes(diff.leaves),
-        "groups": [_changed_group(diff, *group, most) for group in groups.items()]
-        if diff.leaves
-        else [],
-    }
-
-
-def _count_changes(leaves: Sequence[ChangedLeaf]) -> Content:
-    retyped = sum(leaf.what in ("kind", "shape", "dtype") for leaf in leaves)
-    only = sum(leaf.what.startswith("only in") for leaf in leaves)
-    changed = len(leaves) - retyped - only
-    return {"changed": changed, "retyped": retyped, "only": only}
-
-
-def _changed_group(
-    diff: Change, name: str, leaves: Sequence[ChangedLeaf], most: int
-) -> Content:
-    norms = [leaf.rel_norm for leaf in leaves if leaf.different]
-    unreadable = diff.unreadable_in.get(name, 0)
-    largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-    return {
-        "name": name,
-        "is_optimizer": copies.is_optimizer(name),
-        "counts": _count_changes(leaves),
-        "total": len(leaves) + diff.equal_in.get(name, 0) + unreadable,
-        "unreadable": unreadable,
-        "count": len(leaves),
-        "norms": len(norms),
-        "max": max(norms, default=0.0),
-        "median": statistics.median(norms) if norms else 0.0,
-        "rows": [
-            (leaf, leaf.path.removeprefix(f"{name}/"), _part(leaf.rel_norm, largest))
-            for leaf in leaves[:most]
-        ],
-    }
-
-
-def _part(norm: float, largest: float) -> float:
-    if not math.isfinite(norm):
-        return 1.0
-    return min(norm / largest, 1.0) if largest else 0.0

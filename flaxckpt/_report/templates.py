@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ import jinja2
 from jinja2 import ext
 
 from flaxckpt import errors
+from flaxckpt._report import copies
+from flaxckpt._report.data import ChangedLeaf
 from flaxckpt._util import html, humanize
 
 
@@ -89,6 +92,7 @@ def _environment() -> jinja2.Environment:
         "iso": _iso,
         "json": to_json,
         "leaf": errors.name_leaf,
+        "median": statistics.median,
         "number": humanize.number,
         "percent": html.percent,
         "plural": humanize.count,
@@ -102,8 +106,10 @@ def _environment() -> jinja2.Environment:
         "when": humanize.when,
         "whole": _keep_whole,
     }
+    environment.tests |= {"finite": math.isfinite, "optimizer": copies.is_optimizer}
     environment.globals |= {
         "address": address,
+        "count_changes": _count_changes,
         "row": ShownRow,
         "short": _short,
         "sortable": _sortable,
@@ -133,6 +139,13 @@ def _find_used(rows: Sequence[ShownRow], count: int) -> list[int]:
     """Returns the columns in which a row has a text."""
     texts = [[str(getattr(each, "shown", each)) for each in row.cells] for row in rows]
     return [n for n in range(count) if any(row[n] for row in texts)]
+
+
+def _count_changes(leaves: Sequence[ChangedLeaf]) -> Mapping[str, int]:
+    retyped = sum(leaf.what in ("kind", "shape", "dtype") for leaf in leaves)
+    changed = sum(leaf.what == "values" for leaf in leaves)
+    only = len(leaves) - retyped - changed
+    return {"changed": changed, "retyped": retyped, "only": only}
 
 
 def _attributes(given: Mapping[str, object]) -> html.Markup:

@@ -372,6 +372,17 @@ def test_single_step_is_not_compared_with_itself(tmp_path, open_page):
     assert addresses(shown, "/compare/result") == []
 
 
+def test_comparison_names_changes_that_are_not_finite(tmp_path, open_page):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(1, {"w": np.ones(2), "x": np.ones(2)})
+        run.save(2, {"w": np.full(2, np.nan), "x": np.full(2, 1.5)})
+    shown = ask(compare.result, open_page(tmp_path / "run"), run="run", a=1, b=2)
+    rows = dict(re.findall('<tr data-path="(.)"(.*?)</tr>', shown))
+    assert rows["w"].count(">not finite<") == 2
+    assert "0.5" in rows["x"]
+    assert "inf<" not in shown
+
+
 def test_compares_first_step_with_next_by_default(made, open_page):
     space = open_page(made)
     shown = ask(compare.page, space, run="run", b=20)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from flaxckpt import _inspect, errors
-from flaxckpt._report import content, flight_recorder, gathering, templates
+from flaxckpt._report import flight_recorder, gathering, templates
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
-_MOST_ROWS = 500
 _MOST_BYTES = 2**32
 """Larger pairs of steps are compared only on request."""
 
@@ -60,7 +59,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     size = first.root.bytes + second.root.bytes
     if size > _MOST_BYTES and not query.text("large"):
         fields = {"run": place.name, "a": first.step, "b": second.step}
-        values = {"change": None, "size": size, **fields, "other": other.name}
+        values = {"diff": None, "size": size, **fields, "other": other.name}
         return templates.render("ui/compared.html", **values)
     found = _inspect.diff.diff(
         place.path, other.path, step_a=first.step, step_b=second.step
@@ -70,9 +69,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     names = _name(first, is_one), _name(second, is_one)
     steps = first.step or 0, second.step or 0
     change = gathering.describe_change(found, repeated, steps, names)
-    rest = "flaxckpt diff --json lists all"
-    described = content.describe_change(change, names, _MOST_ROWS, rest)
-    return templates.render("ui/compared.html", change=described)
+    return templates.render("ui/compared.html", diff=change, names=names)
 
 
 def _name(opened: OpenCheckpoint, is_one: bool) -> str:
