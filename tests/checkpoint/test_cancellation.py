@@ -8,7 +8,6 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint.cancellation import Cancellation
 from tests.helpers import seams
 from tests.helpers.gates import Gate
 
@@ -138,28 +137,3 @@ def test_multiple_threads_can_cancel_and_wait(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert found == [True] * 4
-
-
-def test_commit_and_cancel_exclude_each_other():
-    for _ in range(200):
-        cancellation, outcome = Cancellation(), []
-        ready = threading.Barrier(2)
-
-        def commit(cancellation=cancellation, outcome=outcome, ready=ready):
-            ready.wait()
-            try:
-                cancellation.close()
-                outcome.append("committed")
-            except errors.SaveCancelledError as error:
-                outcome.append(str(error))
-
-        thread = threading.Thread(target=commit)
-        thread.start()
-        ready.wait()
-        cancellation.cancel("cancelled")
-        thread.join()
-        try:
-            cancellation.check()
-            assert outcome == ["committed"]
-        except errors.SaveCancelledError:
-            assert outcome == ["cancelled"]

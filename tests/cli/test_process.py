@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _policy_forms, cli
-from flaxckpt.cli import _output, app, main
+from flaxckpt import cli
+from flaxckpt.cli import app, main
 from tests import ROOT
+from tests.helpers import any_policy
 
 VERBS = app.list_commands(click.Context(app))
 PYPROJECT = ROOT / "pyproject.toml"
@@ -93,7 +94,7 @@ def test_every_verb_requires_its_arguments(verb, command):
 
 @pytest.mark.slow
 def test_help_and_error_name_all_policies(here):
-    examples = [form.example for form in _policy_forms.FORMS.values()]
+    examples = [option for _, option, _ in any_policy.in_guide()]
     assert "latest:3" in examples
     helped = " ".join(run("ls", "--help").stdout.split())
     refused = run("ls", "run", "--keep", "newest").stderr
@@ -236,14 +237,3 @@ def test_output_has_no_colors_without_terminal(here, command):
 
 def _plain(line):
     return re.sub("\x1b\\[[0-9;]*m", "", line)
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        *((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB")),
-        *((1_490_000_000, "1.49 GB"), (2.5e15, "2.5e+03 TB"), (None, "-")),
-    ],
-)
-def test_sizes_have_three_digits(count, text):
-    assert _output.size(count) == text

@@ -32,6 +32,7 @@ def test_read_only_verbs_support_stores(url, command):
     changed = command.json("diff", url, "-a", 1, "-b", 3, code=1)["changed"]
     assert changed["w"]["max_abs"] == 2.0
     lines = command.text("du", url)
+    assert ["2", "-", "-"] in [line.split() for line in lines]
     assert "object stores do not report the sizes of files" in lines
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import flaxckpt
-from flaxckpt import _policy_forms, configs, errors
+from flaxckpt import configs, errors
 from flaxckpt.configs import Cast, CheckpointConfig
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import (
@@ -28,8 +28,7 @@ from flaxckpt.policies import (
     WithoutMetric,
 )
 from tests import ROOT
-from tests.helpers import chunks
-from tests.helpers.any_policy import any_policy
+from tests.helpers import any_policy, chunks, command_line
 
 FULL = """\
 directory = "runs/7"
@@ -143,28 +142,18 @@ def test_every_layout_field_is_option():
         assert name in str(error.value)
 
 
-def test_each_policy_has_name_in_files():
-    examples = [form.example for form in _policy_forms.FORMS.values()]
-    keep = [configs.parse_option("keep[0]", example) for example in examples]
-    written = CheckpointConfig(keep=keep).to_mapping()["keep"]
-    assert list(CheckpointConfig.from_mapping({"keep": written}).keep) == keep
-    assert {*map(type, keep)} == {
-        found
-        for found in vars(flaxckpt.policies).values()
-        if hasattr(found, "preserved") and not getattr(found, "_is_protocol", False)
-    }
-
-
 def test_the_guide_lists_every_policy_and_its_forms():
-    guide = (ROOT / "docs/retention.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)\(.*?\)` \| `(.+?)` \| `(\{.+?\})` \|", guide, re.M)
-    assert [(name, option) for name, option, _ in rows] == [
-        (name, form.example) for name, form in _policy_forms.FORMS.items()
-    ]
+    rows = any_policy.in_guide()
+    assert [name for name, _, _ in rows] == [c.__name__ for c in any_policy.CLASSES]
+    refused = command_line.run("ls", ".", "--keep=newest", code=2)
     for name, option, table in rows:
         policy = configs.parse_option("keep", option)
+        assert type(policy).__name__ == name
+        assert option in refused
         raw = tomllib.loads(f"keep = [{table}]")
         assert CheckpointConfig.from_mapping(raw).keep == (policy,), name
+        written = CheckpointConfig(keep=[policy]).to_mapping()["keep"]
+        assert CheckpointConfig.from_mapping({"keep": written}).keep == (policy,)
 
 
 def test_documentation_shows_every_option():
@@ -195,7 +184,7 @@ def test_toml_yaml_json_and_python_configs_are_equal(tmp_path):
 
 whole = st.integers(1, 10**6)
 secs = st.floats(1e-3, 1e9)
-policies = any_policy(
+policies = any_policy.any_policy(
     n=whole,
     base=st.integers(2, 100),
     secs=secs,

@@ -17,8 +17,6 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._training import preflight as training_preflight
-from flaxckpt._training import resume_check as training_resume_check
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
 
@@ -397,9 +395,9 @@ class Trials(Scenario):
     """What is tried out before a run begins; nothing of it may stay."""
 
     def do(self, ckpt, log):
-        training_preflight.check(ckpt, state(2), None, only_warn=False)
-        small = {"count": 1}
-        training_resume_check.check(ckpt, small, dict, dataset=None, fresh=None)
+        on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=9, save_last=False)
+        on_step(2, state(2))
+        on_step.check_resume({"count": 1}, dict)
 
 
 class Endless(Scenario):

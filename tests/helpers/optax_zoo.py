@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
+import flaxckpt
 from flaxckpt import partition
-from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import optimizer_roles as state_optimizer_roles
 
 PARAMS = {
     "embed": jnp.ones((16, 8)),
@@ -157,15 +156,17 @@ def create(name):
 def rules_found(name):
     """Counts the leaves of a transform's state by the rule that found their spec."""
     state = jax.eval_shape(lambda: create(name))
-    flat = state_flax_state.flatten(state)
-    roles = state_optimizer_roles.find_facts(flat.structure)
-    infos = {path: leaf.info for path, leaf in flat.table.items() if leaf.info.dtype}
+    leaves = jax.tree.leaves(
+        flaxckpt.parameter_infos(state),
+        is_leaf=lambda leaf: isinstance(leaf, flaxckpt.LeafInfo),
+    )
+    infos = {leaf.path: leaf for leaf in leaves if leaf.dtype}
+    optimizer = {path for path in infos if path.startswith("opt_state/")}
     specs = {
         path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())
         for path in infos
-        if path not in roles
+        if path not in optimizer
     }
-    optimizer = {path for path in infos if path in roles}
     derived = partition.derive(state, infos, optimizer, specs, MESH)
     return collections.Counter(found.rule for found in derived.values())
 

@@ -234,3 +234,17 @@ def test_a_process_copies_from_peers_only_what_its_devices_need():
 def test_impossible_numbers_of_copies_are_refused(copies, message):
     with pytest.raises(errors.OptionError, match=message):
         simulate_tier(copies)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB")),
+        *((1_490_000_000, "1.49 GB"), (2_500_000_000_000, "2.5 TB")),
+    ],
+)
+def test_printed_sizes_have_three_digits(count, text):
+    whole = NamedSharding(AbstractMesh((1,), ("x",)), P())
+    state = {"w": jax.ShapeDtypeStruct((count,), "uint8", sharding=whole)}
+    lines = str(flaxckpt.simulate(state, processes=1)).splitlines()
+    assert lines[2].split(maxsplit=1) == ["arrays", text]
