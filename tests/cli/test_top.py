@@ -1,15 +1,14 @@
 """`flaxckpt top`: how a run goes."""
 
-import dataclasses
+import json
 import math
 import time
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 import flaxckpt
-from flaxckpt import _report
-from flaxckpt._report.data import MetricValue, Save
-from flaxckpt.cli import top
 from flaxckpt.policies import BestN, LatestN
 
 
@@ -39,31 +38,58 @@ def test_rejects_single_checkpoint(here, command):
     assert "○ No steps yet." in command.text("top", "empty")[0]
 
 
-def points(values):
-    return [MetricValue(n, value, True, None) for n, value in enumerate(values)]
+def write_journal(directory, rows):
+    """Writes the journal of a run without steps: (seconds ago, step, metrics)."""
+    lines = [
+        {
+            "time": time.time() - ago,
+            "kind": "committed",
+            "step": step,
+            "path": f"{directory}/{step}",
+            "details": {"metrics": metrics, "blocked_secs": 0.1, "total_secs": 1.0},
+        }
+        for ago, step, metrics in rows
+    ]
+    Path(directory).mkdir()
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    Path(directory, "events.jsonl").write_text(text)
 
 
-def test_draws_curves_with_characters():
-    assert top.curve(points([0.0, 1.0, math.nan, 0.5])) == "▁█!▅  0 → 0.5"
-    assert top.curve(points([2.0, 2.0])) == "▁▁  2 → 2"
-    assert top.curve([]) == ""
-    drawn, _, _ = top.curve(points(range(10_000))).partition("  ")
-    assert len(drawn) <= 48
-    assert drawn == "".join(sorted(drawn)), "the values grow, and so do the characters"
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([0.0, 1.0, math.nan, 0.5], "▁█!▅  0 → 0.5"),
+        ([2.0, 2.0], "▁▁  2 → 2"),
+        ([], None),
+        (range(10_000), None),
+    ],
+)
+def test_draws_curves_with_characters(here, command, values, drawn):
+    rows = [(9e4, step, {"loss": value}) for step, value in enumerate(values)]
+    write_journal("gone", rows)
+    lines = [line.split(maxsplit=1) for line in command.text("top", "gone")]
+    found = dict(lines).get("loss")
+    if not values or drawn:
+        assert found == drawn
+        return
+    bars, _, _ = found.partition("  ")
+    assert 40 < len(bars) <= 48
+    assert [*bars] == sorted(bars), "the values grow, and so do the characters"
 
 
-def test_predicts_next_save_from_previous_intervals(here):
-    report = _report.gather("run", _report.ReportOptions(diff=False))
-    now = time.time()
-    saves = tuple(
-        Save(step, now - 120 + 30 * n, 0.1, 1.0, 9, None, "durable", None)
-        for n, step in enumerate((100, 200, 300, 400))
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (3.6, "step 500 in 6 h"),
+        (12, "step 500 is due"),
+        (100, "no save for 4 d, one came every 3.6e+04 s before"),
+    ],
+)
+def test_predicts_next_save_from_previous_intervals(here, command, last, said):
+    """Saves came every ten hours, and the last one some hours ago."""
+    steps = (100, 200, 300, 400)
+    ages = [3600 * (last + 10 * n) for n in (3, 2, 1, 0)]
+    write_journal(
+        "gone", [(age, step, {}) for age, step in zip(ages, steps, strict=True)]
     )
-
-    def said(later):
-        shown = top.describe(dataclasses.replace(report, saves=saves), now + later)
-        return shown[-1].split(maxsplit=1)[1]
-
-    assert said(-10) == "step 500 in 10 s"
-    assert said(10) == "step 500 is due"
-    assert said(300) == "no save for 6 min, one came every 30 s before"
+    assert command.text("top", "gone")[-1].split(maxsplit=1) == ["next", said]

@@ -69,6 +69,9 @@ def locked(directory):
 
 
 def read_events(directory):
-    """Returns the events in the journal of a run."""
+    """Returns the events in the journal of a run.
+
+    A line is empty if its writer saw half of another thread's line.
+    """
     lines = (directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [flaxckpt.Event(**json.loads(line)) for line in lines]
+    return [flaxckpt.Event(**json.loads(line)) for line in lines if line]

@@ -17,18 +17,12 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._run import events as run_events
-from flaxckpt._steps import journal as steps_journal
 from flaxckpt.policies import LatestN
-from tests.helpers import seams, strategies
+from tests.helpers import command_line, run_files, seams, strategies
 
 
 def state(step):
     return {"w": jnp.full((4, 4), float(step)), "step": step}
-
-
-def journal(directory):
-    return steps_journal.read(directory / "events.jsonl")
 
 
 def told(events):
@@ -37,7 +31,7 @@ def told(events):
 
 @pytest.fixture
 def stream(tmp_path):
-    return run_events.Stream(tmp_path, tmp_path / "events.jsonl")
+    return flaxckpt.Checkpointer(tmp_path).events
 
 
 # ---- what is told ------------------------------------------------------------------
@@ -77,7 +71,7 @@ def test_run_emits_events_for_saves_deletions_and_restores(tmp_path):
     assert deleted.path == str(tmp_path / "1")
     assert deleted.details == {"reason": "no policy keeps it"}
     assert skipped.details == {"reason": "step 2 exists"}
-    recorded = journal(tmp_path)
+    recorded = run_files.read_events(tmp_path)
     assert seen == [event for event in recorded if event.kind != "configured"]
     assert seen == sorted(seen, key=lambda event: event.time)
 
@@ -97,7 +91,7 @@ def test_failed_save_emits_reason(tmp_path, monkeypatch):
     assert told(seen) == [("failed", 1), ("started", 2), ("snapshot", 2), ("failed", 2)]
     assert "f: found a builtins.object" in seen[0].details["error"]
     assert "No space left" in seen[-1].details["error"]
-    assert seen == journal(tmp_path)
+    assert seen == run_files.read_events(tmp_path)
 
 
 def test_emits_events_for_damaged_step_and_source(tmp_path):
@@ -263,7 +257,7 @@ def test_failing_sink_is_reported_and_fails_no_save(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupt_in_sink_propagates(stream, kind):
+def test_interrupt_in_sink_propagates(stream, tmp_path, kind):
     def interrupt(event):
         raise kind
 
@@ -276,7 +270,7 @@ def test_interrupt_in_sink_propagates(stream, kind):
         stream.deliver()
     with pytest.raises(kind):
         stream.deliver()
-    assert len(journal(stream._path)) == 2
+    assert len(run_files.read_events(tmp_path)) == 2
 
 
 def test_sink_may_use_checkpointer(tmp_path):
@@ -329,7 +323,7 @@ def test_close_stops_endlessly_saving_sink(tmp_path, caplog):
     assert len(ckpt.steps()) < 100
 
 
-def test_threads_neither_lose_nor_repeat_events(stream):
+def test_threads_neither_lose_nor_repeat_events(stream, tmp_path):
     seen = []
     stream.subscribe(lambda event: seen.append(event.step))
 
@@ -344,7 +338,7 @@ def test_threads_neither_lose_nor_repeat_events(stream):
     for thread in threads:
         thread.join()
     assert sorted(seen) == list(range(800))
-    assert sorted(e.step for e in journal(stream._path)) == list(range(800))
+    assert sorted(e.step for e in run_files.read_events(tmp_path)) == list(range(800))
 
 
 # ---- the journal -------------------------------------------------------------------
@@ -359,7 +353,7 @@ def test_first_event_creates_journal_and_later_ones_append(tmp_path):
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     kinds = ["started", "snapshot", "configured", "committed", "restored"]
     assert [json.loads(line)["kind"] for line in lines] == kinds
-    assert [event.kind for event in journal(tmp_path)] == kinds
+    assert [event.kind for event in run_files.read_events(tmp_path)] == kinds
 
 
 def test_reader_does_not_write_journal(tmp_path):
@@ -379,8 +373,8 @@ from pathlib import Path
 import jax
 rank, port, directory = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-from flaxckpt._run import events as run_events
-stream = run_events.Stream(directory, directory / "events.jsonl")
+import flaxckpt
+stream = flaxckpt.Checkpointer(directory).events
 seen = []
 stream.subscribe(seen.append)
 stream.emit("failed", rank)
@@ -407,7 +401,11 @@ def test_first_of_several_processes_writes_journal(tmp_path):
     finally:
         for process in processes:
             process.kill()
-    assert told(journal(tmp_path)) == [("failed", 0)]
+    assert told(run_files.read_events(tmp_path)) == [("failed", 0)]
+
+
+def explain(path, step, code=0):
+    return command_line.read_json("explain", path, step, code=code)
 
 
 def test_truncated_line_spoils_no_other(stream, tmp_path):
@@ -416,24 +414,24 @@ def test_truncated_line_spoils_no_other(stream, tmp_path):
     file.write_bytes(file.read_bytes() + file.read_bytes()[:-7])
     stream.emit("committed", 2)
     stream.emit("committed", 3)
-    assert told(journal(tmp_path)) == [("committed", step) for step in (1, 2, 3)]
+    for step in (1, 2, 3):
+        assert explain(tmp_path, step)["saved"] is not None
+
+
+def line(**changes):
+    """Returns a line of the journal, about step 9."""
+    details = {"metrics": {"foreign": 1}}
+    row = {"time": 1.0, "kind": "committed", "step": 9, "path": "", "details": details}
+    return json.dumps(row | changes).encode()
 
 
 @pytest.mark.parametrize(
     "foreign",
     [
-        b"",
-        b"not JSON",
-        b"\xff\xfe",
-        b"[" * 50_000,
-        b"1" * 5_000,
+        *(b"", b"not JSON", b"\xff\xfe", b"[" * 50_000, b"1" * 5_000),
         b'{"kind": "committed"}',
-        b'{"time": 1.0, "kind": "eaten", "step": 1, "path": "", "details": {}}',
-        b'{"time": 1.0, "kind": "failed", "step": true, "path": "", "details": {}}',
-        b'{"time": Infinity, "kind": "failed", "step": 1, "path": "", "details": {}}',
-        b'{"time": 1.0, "kind": "failed", "step": 1, "path": "", "details": []}',
-        b" " * 2**16
-        + b'{"time": 1.0, "kind": "failed", "step": 1, "path": "", "details": {}}',
+        *(line(kind="eaten"), line(step=True), line(time=float("inf"))),
+        *(line(details=[]), b" " * 2**16 + line()),
     ],
 )
 def test_ignores_foreign_lines(stream, tmp_path, foreign):
@@ -441,11 +439,10 @@ def test_ignores_foreign_lines(stream, tmp_path, foreign):
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(foreign + b"\n")
     stream.emit("committed", 2)
-    assert told(journal(tmp_path)) == [("committed", 1), ("committed", 2)]
-
-
-def test_reads_missing_journal_as_empty(tmp_path):
-    assert journal(tmp_path) == []
+    for step in (1, 2):
+        assert explain(tmp_path, step)["metrics"] == {}
+    refused = command_line.run("explain", tmp_path, 9, code=2)
+    assert "the nearest steps are 1, 2" in refused
 
 
 @pytest.mark.parametrize("obstacle", ["directory", "fifo", "missing"])
@@ -475,7 +472,7 @@ def test_journal_records_non_json_values_as_text(stream, tmp_path):
     stream.emit("failed", 1, nan=float("nan"), path_=Path("a"), n=[number], m={1: (2,)})
     stream.emit("failed", 2, odd=Odd())
     stream.emit("failed", 3, long="x" * 10**6)
-    first, last = journal(tmp_path)
+    first, last = run_files.read_events(tmp_path)
     assert first.details == {"nan": "nan", "path_": "a", "n": ["0.5"], "m": {"1": [2]}}
     assert (last.step, last.details) == (3, {})
 
@@ -497,12 +494,12 @@ def test_journal_records_non_json_values_as_text(stream, tmp_path):
 )
 def test_details_round_trip_through_journal(tmp_path_factory, details):
     directory = tmp_path_factory.mktemp("run")
-    stream = run_events.Stream(directory, directory / "events.jsonl")
+    stream = flaxckpt.Checkpointer(directory).events
     seen = []
     stream.subscribe(seen.append)
     stream.emit("preflight", **details)
     stream.deliver()
-    assert seen == journal(directory)
+    assert seen == run_files.read_events(directory)
     assert seen[0].details == details
 
 
@@ -520,4 +517,4 @@ def test_orbax_and_step_search_ignore_journal(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [1, 2, 3]
         ckpt.restore()
-    assert journal(tmp_path)[-1].step == 3
+    assert run_files.read_events(tmp_path)[-1].step == 3

@@ -1,5 +1,8 @@
 """Statistics of the leaves at each save, beside the steps."""
 
+import json
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ from flax.core import freeze
 from flax.training.train_state import TrainState
 
 import flaxckpt
-from flaxckpt._run import sample_log
+from tests.helpers import command_line, report_runs
 from tests.helpers import faulty_store as faulty
 
 
@@ -36,6 +39,32 @@ def run_loop(path, make, layout=None, **options):
             on_step(step, make(step))
 
 
+class Statistics(NamedTuple):
+    """The statistics of a leaf, as a line has them."""
+
+    size: int
+    sampled: int
+    norm: float
+    mean: float
+    min: float
+    max: float
+    nonfinite: int
+    histogram: list[int]
+
+
+def read(path):
+    """Returns the statistics that saves recorded: step -> leaf path -> statistics."""
+    lines = (path / "statistics.jsonl").read_bytes().splitlines()
+    return {
+        row["step"]: {leaf: Statistics(*each) for leaf, each in row["leaves"].items()}
+        for row in map(json.loads, lines)
+    }
+
+
+def maxima(path, leaf):
+    return {step: leaves[leaf].max for step, leaves in read(path).items()}
+
+
 KERNEL = "params/dense/kernel"
 
 
@@ -43,13 +72,13 @@ KERNEL = "params/dense/kernel"
 def test_each_save_records_statistics_of_its_leaves(tmp_path, codec):
     layout = flaxckpt.ArrayLayout(codec=codec)
     run_loop(tmp_path, train_state, layout)
-    found = sample_log.read(tmp_path)
-    assert [samples.step for samples in found] == [1, 2, 3]
-    kernel = found[1].leaves[KERNEL]
+    found = read(tmp_path)
+    assert [*found] == [1, 2, 3]
+    kernel = found[2][KERNEL]
     assert (kernel.size, kernel.sampled, kernel.nonfinite) == (32, 32, 0)
     assert (kernel.min, kernel.mean, kernel.max) == (2, 2, 2)
     assert kernel.norm == pytest.approx(2 * np.sqrt(32), rel=1e-4)
-    assert "opt_state/0/mu/dense/kernel" in found[1].leaves
+    assert "opt_state/0/mu/dense/kernel" in found[2]
     assert flaxckpt.Checkpointer(tmp_path).steps() == [1, 2, 3]
 
 
@@ -70,13 +99,13 @@ def model(step):
 )
 def test_every_kind_of_state_has_statistics(tmp_path, make, path):
     run_loop(tmp_path, make)
-    assert [s.leaves[path].max for s in sample_log.read(tmp_path)] == [1, 2, 3]
+    assert maxima(tmp_path, path) == {1: 1, 2: 2, 3: 3}
 
 
 def test_wide_types_have_statistics(tmp_path):
     with jax.enable_x64(True):
         run_loop(tmp_path, lambda step: {"w": jnp.full(3, step, jnp.float64)})
-    assert sample_log.read(tmp_path)[0].leaves["w"].max == 1
+    assert maxima(tmp_path, "w") == {1: 1, 2: 2, 3: 3}
 
 
 def test_items_and_staging_have_statistics(tmp_path):
@@ -90,19 +119,22 @@ def test_items_and_staging_have_statistics(tmp_path):
     bucket = faulty.new_path("statistics")
     run_loop(bucket, make)
     for root in (tmp_path / "a", tmp_path / "b", bucket):
-        found = sample_log.read(root)
-        assert [s.leaves[KERNEL].max for s in found] == [1, 2, 3]
+        assert maxima(root, KERNEL) == {1: 1, 2: 2, 3: 3}
 
 
-def test_ignores_unreadable_lines(tmp_path):
-    assert sample_log.read(tmp_path) == []
-    run_loop(tmp_path, train_state)
-    with (tmp_path / "statistics.jsonl").open("ab") as file:
+def test_report_ignores_unreadable_lines(tmp_path):
+    run_loop(tmp_path / "run", train_state)
+    with (tmp_path / "run/statistics.jsonl").open("ab") as file:
         file.write(b'{"step": 4, "time": 1.0, "leaves": {"w": [1]}}\n{"step"\n[]\n')
         file.write(b'{"step": true, "time": 1.0, "leaves": {}}\n')
-    assert [samples.step for samples in sample_log.read(tmp_path)] == [1, 2, 3]
-    run_loop(tmp_path / "other", train_state)
-    without = tmp_path / "without"
-    with flaxckpt.Checkpointer(without) as ckpt:
+    command_line.run("report", tmp_path / "run", "-o", tmp_path / "page.html")
+    drawn = report_runs.charts_of((tmp_path / "page.html").read_text("utf-8"))["layers"]
+    assert (drawn["first"], drawn["x"]) == (1, [2, 3])
+    for ridge in drawn["ridges"]:
+        assert [row[0] for row in ridge["rows"]] == [1, 2, 3]
+
+
+def test_saves_record_no_statistics_by_default(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, train_state(1))
-    assert not (without / "statistics.jsonl").exists()
+    assert not (tmp_path / "statistics.jsonl").exists()
