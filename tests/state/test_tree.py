@@ -1,6 +1,7 @@
 """Pytrees become named leaves and come back as they were."""
 
 import collections
+import functools
 import json
 
 import hypothesis
@@ -8,109 +9,73 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
+import flaxckpt
 from flaxckpt import errors
-from flaxckpt._state import classes as state_classes
-from flaxckpt._state import flatten as state_flatten
-from flaxckpt._state import tree as state_tree
-from flaxckpt._state import treedef as state_treedef
-from tests.helpers import strategies
+from tests.helpers import old_stores
 
 Point = collections.namedtuple("Point", "x y")
 
 
-def values(flat):
-    return {path: entry.value for path, entry in flat.leaves.items()}
+def leaf_paths(tree):
+    infos = jax.tree.leaves(
+        flaxckpt.parameter_infos(tree),
+        is_leaf=lambda leaf: isinstance(leaf, flaxckpt.LeafInfo),
+    )
+    return [info.path for info in infos]
 
 
-@hypothesis.given(strategies.trees)
-def test_unflatten_rebuilds_tree_from_leaves(tree):
-    hypothesis.assume(is_nameable(tree))
-    flat = state_flatten.flatten(tree)
-    strategies.assert_same(tree, state_tree.unflatten(flat.structure, values(flat)))
-
-
-@hypothesis.given(strategies.trees)
-def test_tree_description_round_trips_through_json(tree):
-    hypothesis.assume(is_nameable(tree))
-    flat = state_flatten.flatten(tree)
-    written = json.loads(json.dumps(state_treedef.to_json(flat.structure)))
-    unknown = set()
-    structure = state_treedef.from_json(written, state_classes.resolve, unknown)
-    assert not unknown
-    strategies.assert_same(tree, state_tree.unflatten(structure, values(flat)))
-    assert [path for path, _ in state_tree.key_paths(structure)] == list(flat.leaves)
-
-
-def is_nameable(tree):
-    try:
-        state_flatten.flatten(tree)
-    except errors.LeafNameError:
-        return False
-    return True
+def nested(names):
+    return functools.reduce(lambda tree, name: {name: tree}, reversed(names), 1)
 
 
 @hypothesis.given(st.lists(st.text(), min_size=1), st.lists(st.text(), min_size=1))
 def test_different_keys_have_different_leaf_paths(one, other):
-    path, other_path = (
-        state_tree.join([state_tree.Key(name, "key") for name in names])
-        for names in (one, other)
-    )
+    [path], [other_path] = leaf_paths(nested(one)), leaf_paths(nested(other))
     assert (path == other_path) == (one == other)
 
 
-def test_leaf_paths_name_keys_fields_and_indices():
-    tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], 7: None, "empty": {}}
-    flat = state_flatten.flatten(tree)
-    assert list(flat.leaves) == ["a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25", "7", "empty"]
-    assert [path for path, e in flat.leaves.items() if e.is_empty] == ["7", "empty"]
+def test_leaf_paths_name_keys_fields_and_indices(tmp_path):
+    tree = {"a": [Point(1, {"b/c": 2, "50%": 3})], "b": {7: None}, "empty": {}}
+    paths = {"a/0/x", "a/0/y/b%2Fc", "a/0/y/50%25"}
+    assert {*leaf_paths(tree)} == paths
+    flaxckpt.save(tmp_path / "c", tree)
+    leaves = flaxckpt.metadata(tmp_path / "c").leaves
+    assert leaves.keys() - paths == {"b/7", "empty"}
+    assert leaves["b/7"].kind == leaves["empty"].kind == "empty"
 
 
-def test_bare_leaf_has_empty_path():
-    flat = state_flatten.flatten(3)
-    assert list(flat.leaves) == [""]
-    assert state_tree.unflatten(flat.structure, {"": 4}) == 4
+def test_bare_leaf_has_empty_path(tmp_path):
+    flaxckpt.save(tmp_path / "c", 3)
+    assert [*flaxckpt.metadata(tmp_path / "c").leaves] == [""]
+    assert flaxckpt.load(tmp_path / "c") == flaxckpt.load(tmp_path / "c", 4) == 3
 
 
-def test_unflatten_keeps_dict_order():
-    tree = {"b": 1, "a": {"z": 2, "y": 3}}
-    flat = state_flatten.flatten(tree)
-    rebuilt = state_tree.unflatten(flat.structure, values(flat))
-    assert list(rebuilt) == ["b", "a"]
-    assert list(rebuilt["a"]) == ["z", "y"]
+def test_load_keeps_dict_order(tmp_path):
+    flaxckpt.save(tmp_path / "c", {"b": 1, "a": {"z": 2, "y": 3}})
+    found = flaxckpt.load(tmp_path / "c")
+    assert list(found) == ["b", "a"]
+    assert list(found["a"]) == ["z", "y"]
 
 
 @pytest.mark.parametrize(
     "tree", [{1: 0, "1": 0}, {(1, 2): 0}, {True: 0}, {"a": {1.5: 0}}]
 )
-def test_flatten_rejects_keys_indistinguishable_on_disk(tree):
+def test_rejects_keys_indistinguishable_on_disk(tree):
     with pytest.raises(errors.LeafNameError):
-        state_flatten.flatten(tree)
+        flaxckpt.parameter_infos(tree)
 
 
-def test_flatten_rejects_trees_nested_too_deep():
-    tree = 1
-    for _ in range(state_tree.MAX_DEPTH):
-        tree = {"a": tree}
-    with pytest.raises(errors.LeafNameError, match="deep"):
-        state_flatten.flatten(tree)
-
-
-def test_reports_unknown_class_and_replaces_it_by_dict():
-    flat = state_flatten.flatten({"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)})
-    unknown = set()
-    structure = state_treedef.from_json(
-        state_treedef.to_json(flat.structure), lambda name: None, unknown
-    )
-    rebuilt = state_tree.unflatten(structure, values(flat))
-    assert rebuilt == {"p": {"x": 1, "y": 2}, "q": [[3], {}]} or rebuilt == {
-        "p": {"x": 1, "y": 2},
-        "q": [(3,), {}],
-    }
-    assert unknown == {f"{__name__}:Point", "jax.tree_util:Partial"}
+def test_reports_unknown_class_and_replaces_it_by_dict(tmp_path, caplog):
+    state = {"p": Point(1, 2), "q": jax.tree_util.Partial(sum, 3)}
+    flaxckpt.save(tmp_path / "c", state)
+    found = flaxckpt.load(tmp_path / "c")
+    assert found["p"] == {"x": 1, "y": 2}
+    assert found["q"] in ([[3], {}], [(3,), {}])
+    assert f"jax.tree_util:Partial, {__name__}:Point" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "description",
+    "structure",
     [
         3,
         None,
@@ -122,16 +87,13 @@ def test_reports_unknown_class_and_replaces_it_by_dict():
         ["dict", ["a"], ["a"], []],
         ["dict", ["a"], ["a"], {}, {}],
         [3, ["a"], ["a"]],
+        functools.reduce(lambda inner, _: ["list", [0], [inner]], range(66), "a"),
     ],
 )
-def test_from_json_rejects_malformed_descriptions(description):
-    with pytest.raises(ValueError, match=r"."):
-        state_treedef.from_json(description, state_classes.resolve, set())
-
-
-def test_from_json_rejects_descriptions_nested_too_deep():
-    description = "leaf"
-    for _ in range(state_tree.MAX_DEPTH + 2):
-        description = ["list", [0], [description]]
-    with pytest.raises(ValueError, match="nested"):
-        state_treedef.from_json(description, state_classes.resolve, set())
+def test_load_rejects_malformed_structures(tmp_path, structure):
+    flaxckpt.save(tmp_path / "c", {"a": 1})
+    manifest = json.loads((tmp_path / "c/flaxckpt.json").read_text())
+    manifest["structure"] = structure
+    old_stores.rewrite_manifest(tmp_path / "c", manifest)
+    with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt\.json"):
+        flaxckpt.load(tmp_path / "c")
