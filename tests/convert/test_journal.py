@@ -1,99 +1,126 @@
-"""Work that goes on where it stopped."""
+"""Conversions that go on where they stopped."""
 
 import contextlib
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import flaxckpt
 from flaxckpt import errors
-from flaxckpt._convert.journal import Journal
+from tests.helpers import seams, strategies
 
-WORK = {"from": "a", "to": "b"}
-
-
-def test_reopened_journal_knows_finished_work(tmp_path):
-    with Journal(tmp_path / "j", WORK) as journal:
-        assert journal.done == set()
-        (journal.output / "file").write_text("x")
-        journal.add(["one", "two words"])
-        journal.add(["three"])
-    with Journal(tmp_path / "j", WORK) as journal:
-        assert journal.done == {"one", "two words", "three"}
-        assert (journal.output / "file").read_text() == "x"
-        journal.remove()
-    assert not (tmp_path / "j").exists()
+STATE = {f"two words {i}": np.full(2**14, i, np.float32) for i in range(8)}
+PIECES = {f"{name} 0:{2**14}" for name in STATE}
 
 
-def test_ignores_truncated_line(tmp_path):
-    with Journal(tmp_path / "j", WORK) as journal:
-        journal.add(["one"])
-    with (tmp_path / "j" / "done.txt").open("a") as file:
-        file.write("tw")
-    with Journal(tmp_path / "j", WORK) as journal:
-        assert journal.done == {"one"}
-        journal.add(["three"])
-    with Journal(tmp_path / "j", WORK) as journal:
-        assert journal.done == {"one", "three"}
+@pytest.fixture
+def journal(tmp_path):
+    """The journal of a conversion that stopped halfway."""
+    flaxckpt.save(tmp_path / "source", STATE)
+
+    def stop(done, total):
+        if done >= total / 2:
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        convert(tmp_path, progress=stop)
+    return tmp_path / "new.safetensors.flaxckpt-convert-tmp"
 
 
-@pytest.mark.parametrize("change", ["work", "forgotten", "output", "damaged"])
-def test_other_work_or_damage_starts_over(tmp_path, change):
-    with Journal(tmp_path / "j", WORK) as journal:
-        (journal.output / "file").write_text("x")
-        journal.add(["one"])
-        if change == "forgotten":
-            journal.forget()
-        elif change == "output":
-            journal.output.rename(tmp_path / "moved")
-        elif change == "damaged":
-            (tmp_path / "j" / "work.json").write_text("{")
-    work = WORK | {"to": "c"} if change == "work" else WORK
-    with Journal(tmp_path / "j", work) as journal:
-        assert journal.done == set()
-        assert list(journal.output.iterdir()) == []
+def convert(directory, **options):
+    flaxckpt.convert(
+        directory / "source",
+        directory / "new.safetensors",
+        format="safetensors",
+        max_concurrent_bytes=2**17,
+        **options,
+    )
 
 
-def test_journal_admits_one_process_at_a_time(tmp_path):
-    with (
-        Journal(tmp_path / "j", WORK),
-        pytest.raises(errors.CheckpointExistsError, match="another process uses"),
-    ):
-        Journal(tmp_path / "j", WORK)
-    Journal(tmp_path / "j", WORK).__exit__(None, None, None)
+@pytest.fixture
+def resume(tmp_path, monkeypatch):
+    """Converts again; returns the pieces that are read."""
+
+    def run():
+        read, original = [], seams.current("blockwise.read")
+
+        def traced(pieces, **options):
+            read.extend(piece.name for piece in pieces)
+            return original(pieces, **options)
+
+        with monkeypatch.context() as patch:
+            seams.replace(patch, "blockwise.read", traced)
+            convert(tmp_path)
+        strategies.assert_same(STATE, flaxckpt.load(tmp_path / "new.safetensors"))
+        assert {path.name for path in tmp_path.iterdir()} <= {
+            *("source", "new.safetensors", "outside", "moved")
+        }
+        return set(read)
+
+    return run
+
+
+def done(journal):
+    return (journal / "done.txt").read_text().splitlines()
+
+
+def test_reads_only_pieces_that_are_not_done(journal, resume):
+    finished = set(done(journal))
+    assert 1 < len(finished) < len(PIECES)
+    assert resume() == PIECES - finished
+
+
+def test_ignores_truncated_line(journal, resume):
+    *whole, last = done(journal)
+    text = "".join(f"{name}\n" for name in whole)
+    (journal / "done.txt").write_text(text + last[:-1])
+    assert resume() == PIECES - set(whole)
+
+
+@pytest.mark.parametrize("change", ["forgotten", "output", "damaged"])
+def test_damaged_journal_starts_over(tmp_path, journal, resume, change):
+    if change == "forgotten":
+        (journal / "work.json").unlink()
+    elif change == "output":
+        (journal / "out").rename(tmp_path / "moved")
+    else:
+        (journal / "work.json").write_text("{")
+    assert resume() == PIECES
 
 
 def test_keeps_file_in_place_of_journal(tmp_path):
-    (tmp_path / "j").write_text("mine")
-    with pytest.raises(OSError, match="j"):
-        Journal(tmp_path / "j", WORK)
-    assert (tmp_path / "j").read_text() == "mine"
+    flaxckpt.save(tmp_path / "source", STATE)
+    file = tmp_path / "new.safetensors.flaxckpt-convert-tmp"
+    file.write_text("mine")
+    with pytest.raises(errors.SaveFailedError, match=r"new\.safetensors"):
+        convert(tmp_path)
+    assert file.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("../outside")]
+)
 @pytest.mark.parametrize("name", ["done.txt", "work.json"])
-def test_replaces_pipe_or_link_in_place_of_journal_file(tmp_path, name):
+def test_replaces_pipe_or_link_in_place_of_journal_file(
+    tmp_path, journal, resume, name, make
+):
     outside = tmp_path / "outside"
     outside.write_text("mine\n")
-    for make in (os.mkfifo, lambda path: path.symlink_to(outside)):
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            journal.add(["x"])
-        (tmp_path / "work" / name).unlink()
-        make(tmp_path / "work" / name)
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            assert not journal.done
-            journal.add(["y"])
-        with Journal(tmp_path / "work", {"a": 1}) as journal:
-            assert journal.done == {"y"}
-            journal.remove()
+    (journal / name).unlink()
+    make(journal / name)
+    assert resume() == PIECES
     assert outside.read_text() == "mine\n"
 
 
-def test_remove_leaves_no_file_open(tmp_path, monkeypatch):
+def test_removes_journal_without_open_files(journal, resume, monkeypatch):
     """NFS and FUSE keep an open file under another name, in its directory."""
-    real, still_open = shutil.rmtree, []
+    real, removed, still_open = shutil.rmtree, [], []
 
     def remove(path, *given, **options):
+        removed.append(path)
         for descriptor in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):
                 target = descriptor.readlink()
@@ -101,9 +128,7 @@ def test_remove_leaves_no_file_open(tmp_path, monkeypatch):
                     still_open.append(target)
         real(path, *given, **options)
 
-    with Journal(tmp_path / "work", {"a": 1}) as journal:
-        journal.add(["one"])
-        monkeypatch.setattr(shutil, "rmtree", remove)
-        journal.remove()
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    resume()
+    assert journal in removed
     assert still_open == []
-    assert not (tmp_path / "work").exists()
