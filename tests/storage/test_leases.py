@@ -112,6 +112,20 @@ def test_two_leases_of_one_process_use_two_files(path):
     assert names(path) == ["file"]
 
 
+@on_disk
+def test_checkpoint_vanishing_under_reader_counts_as_deleted(path, monkeypatch):
+    put(path, leases.DELETING)
+    real = leases.unexpired
+
+    def unexpired(checkpoint, found):
+        found = list(found)
+        path.rename(path.with_name("aside"))
+        return real(checkpoint, found)
+
+    seams.replace(monkeypatch, "leases.unexpired", unexpired)
+    assert leases.is_being_deleted(path)
+
+
 @on_both
 def test_missing_checkpoint_has_no_lease_or_readers(path):
     with pytest.raises(FileNotFoundError):

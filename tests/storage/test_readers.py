@@ -70,23 +70,6 @@ def test_sweep_spares_interrupted_deletion_under_reader(tmp_path, monkeypatch):
     assert not left.exists()
 
 
-def test_step_vanishing_under_reader_counts_as_deleted(tmp_path, monkeypatch):
-    step = saved(tmp_path)
-    (step / run_files.DELETING).touch()
-    real = seams.current("leases.unexpired")
-
-    def unexpired(path, names):
-        names = list(names)
-        if step.exists():
-            step.rename(tmp_path / "aside")
-        return real(path, names)
-
-    seams.replace(monkeypatch, "leases.unexpired", unexpired)
-    with flaxckpt.Checkpointer(tmp_path, read_only=True) as ckpt:
-        assert list(ckpt.new_steps(timeout_secs=0, poll_secs=0.01)) == [2]
-    assert not step.exists()
-
-
 def test_new_steps_skips_step_without_marker(monkeypatch):
     path = faulty_store.new_path("no-marker")
     step = saved(path)
