@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from flaxckpt import datasets, errors
-from flaxckpt.datasets import Buffered, _json_codec
+from flaxckpt.datasets import Buffered
+from tests.datasets.test_json_codec import round_trip
 from tests.helpers.dataset_runs import assert_resumes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -166,7 +167,7 @@ def test_error_names_the_stateful_alternative(make, hint):
 )
 def test_tensors_round_trip_as_tensors(dtype, shape):
     tensor = torch.ones(shape).to(getattr(torch, dtype))
-    found = _json_codec.loads(_json_codec.dumps({"t": [tensor]}))["t"][0]
+    found = round_trip({"t": [tensor]})["t"][0]
     assert isinstance(found, torch.Tensor)
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
@@ -175,6 +176,6 @@ def test_tensors_round_trip_as_tensors(dtype, shape):
 
 def test_transposed_tensors_with_gradients_round_trip():
     tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3).T
-    found = _json_codec.loads(_json_codec.dumps(tensor))
+    found = round_trip(tensor)
     assert torch.equal(found, tensor.detach())
     found[0] = 1
