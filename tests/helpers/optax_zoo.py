@@ -153,21 +153,30 @@ def create(name):
     )
 
 
-def rules_found(name):
-    """Counts the leaves of a transform's state by the rule that found their spec."""
-    state = jax.eval_shape(lambda: create(name))
+def derive(state, specs, mesh):
+    """Returns the spec of each optimizer leaf with its rule: leaf path -> both.
+
+    Args:
+        state: Abstract or not, with an optimizer at `opt_state`.
+        specs: The end of a parameter's path -> its spec; others are replicated.
+        mesh: The mesh of the specs.
+    """
     leaves = jax.tree.leaves(
         flaxckpt.parameter_infos(state),
         is_leaf=lambda leaf: isinstance(leaf, flaxckpt.LeafInfo),
     )
     infos = {leaf.path: leaf for leaf in leaves if leaf.dtype}
     optimizer = {path for path in infos if path.startswith("opt_state/")}
-    specs = {
-        path: next((s for p, s in SPECS.items() if path.endswith(f"/{p}")), P())
-        for path in infos
-        if path not in optimizer
+    found = {
+        path: next((s for p, s in specs.items() if path.endswith(f"/{p}")), P())
+        for path in infos.keys() - optimizer
     }
-    derived = partition.derive(state, infos, optimizer, specs, MESH)
+    return partition.derive(state, infos, optimizer, found, mesh)
+
+
+def rules_found(name):
+    """Counts the leaves of a transform's state by the rule that found their spec."""
+    derived = derive(jax.eval_shape(lambda: create(name)), SPECS, MESH)
     return collections.Counter(found.rule for found in derived.values())
 
 

@@ -9,17 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
 from flax.training import train_state
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flaxckpt
-from flaxckpt._state import flax_state as state_flax_state
-from flaxckpt._state import optimizer_roles as state_optimizer_roles
-from flaxckpt._state import optimizer_specs
-from flaxckpt._state import tree as state_tree
 from tests import ROOT
 from tests.helpers import optax_zoo, optimizer_states, strategies
 from tests.helpers.optax_zoo import MESH, PARAMS, ZOO, create, labels
@@ -335,17 +331,16 @@ def test_new_moments_get_requested_shardings(tmp_path):
 # ---- the rules by themselves --------------------------------------------------------
 
 
-def keys(path):
-    return tuple(
-        state_tree.Key(int(name), "index")
-        if name.isdigit()
-        else state_tree.Key(name, "key")
-        for name in path.split("/")
-    )
+def derive(params, specs, init):
+    """Returns the spec of each optimizer leaf, and the rule that found it."""
+    tx = optax.GradientTransformation(init, lambda *args: args)
 
+    def make():
+        tree = traverse_util.unflatten_dict(params, sep="/")
+        return train_state.TrainState.create(apply_fn=None, params=tree, tx=tx)
 
-def param(path, shape, *spec):
-    return optimizer_specs.Param(keys(path), shape, P(*spec))
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
+    return optax_zoo.derive(jax.eval_shape(make), specs, mesh)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +353,7 @@ def param(path, shape, *spec):
         ("0/v/a/w", (1,), (), "small"),
         ("0/history/a/w", (5, 8, 16), (None, "x", "y"), "suffix"),
         ("0/mu/square", (8,), (), "small"),  # which axis is gone?
-        ("0/mu/same", (8,), ("x",), "suffix"),  # either would be the same
+        ("0/mu/same", (8,), (), "suffix"),  # either would be the same
         ("0/projected/a/w", (30, 16), (), "replicated"),
         ("0/count", (), (), "small"),
         ("0/mu/w", (8, 16), (), "replicated"),
@@ -367,27 +362,33 @@ def param(path, shape, *spec):
     ],
 )
 def test_suffixes_decide_only_unambiguous_specs(path, shape, spec, rule):
-    params = [
-        param("a/w", (8, 16), "x", "y"),
-        param("b/a/w", (8, 16), "y", None),
-        param("square", (8, 8), "x", "y"),
-        param("same", (8, 8), "x", "x"),
-        param("list/0", (4,), "y"),
-    ]
-    found = optimizer_specs.derive_specs(
-        {path: (keys(path), shape)}, params, by_types={}
-    )
-    assert found[path].rule == rule
-    assert ways(found[path].spec) == ways(spec)
+    shapes = {
+        "b/a/w": (8, 16),
+        "a/w": (8, 16),
+        "square": (8, 8),
+        "same": (8, 8),
+        "list/0": (4,),
+    }
+    specs = (P("y", None), P("x", "y"), P("x", "y"), P(None, None), P("y"))
+    params = {name: jnp.zeros(each) for name, each in shapes.items()}
+    moment = {path: jnp.zeros(shape)}
+    found = derive(
+        params,
+        dict(zip(shapes, specs, strict=True)),
+        lambda params: traverse_util.unflatten_dict(moment, sep="/"),
+    )[f"opt_state/{path}"]
+    assert found.rule == rule
+    assert ways(found.spec) == ways(spec)
 
 
 def test_specs_by_types_win_unless_jax_lost_sharding():
-    params = [param("w", (8, 8), "x", "y")]
-    leaves = {p: (keys(p), (8, 8)) for p in ("mu/w", "nu/w")}
-    by_types = {"mu/w": P("y", "x"), "nu/w": P(None, None)}
-    found = optimizer_specs.derive_specs(leaves, params, by_types=by_types)
-    assert found["mu/w"] == (P("y", "x"), "types")
-    assert found["nu/w"] == (P("x", "y"), "suffix")
+    found = derive(
+        {"w": jnp.zeros((8, 8))},
+        {"w": P("x", "y")},
+        lambda params: {"mu": {"w": params["w"].T}, "nu": {"w": jnp.zeros((8, 8))}},
+    )
+    assert found["opt_state/mu/w"] == (P("y", "x"), "types")
+    assert found["opt_state/nu/w"] == (P("x", "y"), "suffix")
 
 
 # ---- whatever stands around it -----------------------------------------------------
@@ -644,12 +645,10 @@ def test_does_not_mistake_parameter_classes_for_optimizer_states(
 
 
 @pytest.mark.parametrize("kind", sorted(optimizer_states.MAKERS))
-def test_roles_name_transform_for_all_kinds_of_parameters(kind):
-    flat = state_flax_state.flatten(state_of(ZOO["MultiSteps"], nested_params(kind)))
-    found = {
-        path: known.role(path)[:3]
-        for path, known in state_optimizer_roles.find_facts(flat.structure).items()
-    }
+def test_roles_name_transform_for_all_kinds_of_parameters(tmp_path, kind):
+    flaxckpt.save(tmp_path / "c", state_of(ZOO["MultiSteps"], nested_params(kind)))
+    leaves = flaxckpt.metadata(tmp_path / "c").leaves
+    found = {path: leaf.role[:3] for path, leaf in leaves.items() if leaf.role}
     inner = "opt_state/inner_opt_state/0"
     assert found[f"{inner}/nu/mu/b"] == ("ScaleByAdamState", "nu", "mu/b")
     assert found[f"{inner}/count"] == ("ScaleByAdamState", "count", "")
