@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flaxckpt._util import job as util_job
-from flaxckpt._util import processes as util_processes
 from tests.helpers.files import free_port
 
 PROGRAM = Path(__file__).with_name("decide_together.py")
@@ -45,10 +43,3 @@ def test_processes_follow_first_clock_and_any_signal(tmp_path):
     assert time_is_up == [5, 10]
     assert stop[0] > 12
     assert "preemption sync point" in stop[1]
-
-
-def test_single_process_needs_no_communication():
-    assert util_processes.gather_flags([True, False]) == [[True, False]]
-    assert util_job.is_first()
-    assert not util_processes.has_preemption_service()
-    assert not util_processes.reached_preemption(3)

@@ -166,7 +166,17 @@ def zarr() -> Iterator[bytes]:
 def states(version: int) -> Iterator[bytes]:
     import numpy as np
 
-    from flaxckpt.datasets import _json_codec
+    from flaxckpt import datasets
+
+    class Iterator:
+        def __init__(self, state: object) -> None:
+            self.state = state
+
+        def get_state(self) -> object:
+            return self.state
+
+        def set_state(self, state: object) -> None:
+            self.state = state
 
     head = bytes((version,))
     for state in (
@@ -175,7 +185,7 @@ def states(version: int) -> Iterator[bytes]:
         {"array": np.arange(3), "bf": np.ones((2, 2), np.float16), "s": np.int64(3)},
         {"__tuple__": [1]},
     ):
-        yield head + _json_codec.dumps(state)
+        yield head + datasets.state_files(Iterator(state))["process_0-of-1.json"]
     if not version:
         for codec in (0, 1, 2):
             described = {"adapter": "state", "type": "x.Y", "is_bytes": False}
