@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from pathlib import PurePath
 
 import pytest
 
+import flaxckpt
 from flaxckpt import errors
-from flaxckpt._checkpoint import overwrite
 from tests import GOLDEN
 from tests.helpers import seams
 
@@ -32,14 +31,26 @@ def make(directory, *names, handlers=None):
     return directory
 
 
-def foreign(directory, **options):
-    """Returns the names in the error; empty if the directory may be replaced."""
+def save(directory, **options):
+    flaxckpt.save(directory, {"n": 1}, **{"overwrite": True} | options)
+
+
+def convert(target, **options):
+    source = target.parent / "source"
+    if not source.exists():
+        flaxckpt.save(source, {"n": 1})
+    flaxckpt.convert(source, target, **{"overwrite": True} | options)
+
+
+def foreign(directory, replace=save):
+    """Returns the names in the error; empty if the directory was replaced."""
     try:
-        overwrite.check_replaceable(directory, **options)
+        replace(directory)
     except errors.CheckpointExistsError as error:
         lines = str(error).splitlines()
         assert "do not belong to the checkpoint" in lines[0], lines
         return [line.strip() for line in lines[1:-1]]
+    assert flaxckpt.load(directory) == {"n": 1}
     return []
 
 
@@ -210,10 +221,9 @@ def test_finds_foreign_files_in_safetensors_directory(
         where = {name: f"{name}.safetensors" for name in shards}
         text = json.dumps({"metadata": {"total_size": 0}, "weight_map": where})
         (path / INDEX).write_text(text)
-    assert sorted(foreign(path, of_any_format=True)) == sorted(not_ours)
-    assert foreign(path, of_any_format=True, replaced=not_ours) == []
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        overwrite.check_replaceable(path)
+        save(path)
+    assert sorted(foreign(path, convert)) == sorted(not_ours)
 
 
 @pytest.mark.parametrize(
@@ -228,71 +238,79 @@ def test_finds_foreign_files_in_safetensors_directory(
 def test_rejects_other_directories(tmp_path, names):
     path = make(tmp_path / "model", "other/x", *names)
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        overwrite.check_replaceable(path, of_any_format=True)
+        convert(path)
 
 
 def test_conversion_can_replace_t5x_step(tmp_path):
     step = next(GOLDEN.glob("t5x-3/**/checkpoint")).parent
-    shutil.copytree(step, tmp_path / "step")
-    assert foreign(tmp_path / "step", of_any_format=True) == []
-    make(tmp_path / "step", "notes.txt", "mine/0")
-    found = foreign(tmp_path / "step", of_any_format=True)
-    assert sorted(found) == ["mine", "notes.txt"]
+    path = tmp_path / "step"
+    shutil.copytree(step, path)
+    make(path, "notes.txt", "mine/0")
+    assert sorted(foreign(path, convert)) == ["mine", "notes.txt"]
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        overwrite.check_replaceable(tmp_path / "step")
+        save(path)
+    (path / "notes.txt").unlink()
+    shutil.rmtree(path / "mine")
+    assert foreign(path, convert) == []
 
 
 def test_conversion_can_replace_file_of_known_format(tmp_path):
-    path = tmp_path / "model.safetensors"
+    path, text = tmp_path / "model", tmp_path / "text"
     shutil.copyfile(GOLDEN / "safetensors" / "silero_vad_16k.safetensors", path)
-    overwrite.check_replaceable(path, of_any_format=True)
-    (tmp_path / "link.safetensors").symlink_to(path)
-    (tmp_path / "text").write_text("text")
-    for other, is_any in (("link.safetensors", True), ("text", True), (path, False)):
+    (tmp_path / "link").symlink_to(path)
+    text.write_text("text")
+    for other, replace in ((tmp_path / "link", convert), (text, convert), (path, save)):
         with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-            overwrite.check_replaceable(tmp_path / other, of_any_format=is_any)
+            replace(other)
+    convert(path)
+    assert flaxckpt.load(path) == {"n": 1}
 
 
 # ---- free paths -------------------------------------------------------------------
 
 
 def test_save_requires_free_path_or_overwrite(tmp_path):
-    overwrite.check_free(tmp_path / "missing", overwrite=False)
-    overwrite.check_free(make(tmp_path, "empty/") / "empty", overwrite=False)
+    save(tmp_path / "missing", overwrite=False)
+    save(make(tmp_path, "empty/") / "empty", overwrite=False)
     step = make(tmp_path / "3", "flaxckpt.json")
     with pytest.raises(errors.CheckpointExistsError, match="or pass overwrite=True"):
-        overwrite.check_free(step, overwrite=False)
-    overwrite.check_free(step, overwrite=True)
+        save(step, overwrite=False)
+    save(step)
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        overwrite.check_free(make(tmp_path / "other", "notes.txt"), overwrite=True)
+        save(make(tmp_path / "other", "notes.txt"))
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        overwrite.check_free(tmp_path / "link", overwrite=True)
+        save(tmp_path / "link")
 
 
 def test_step_deleted_meanwhile_frees_its_path(tmp_path, monkeypatch):
     step = make(tmp_path / "3", "flaxckpt.json")
+    real, deleted = seams.current("overwrite.is_empty"), []
 
     def delete_first(path):
-        shutil.rmtree(path)
-        return not any(path.iterdir())  # after it was found to be a directory
+        if not deleted:
+            shutil.rmtree(path)
+            deleted.append(path)
+            return not any(path.iterdir())  # after it was found to be a directory
+        return real(path)
 
     seams.replace(monkeypatch, "overwrite.is_empty", delete_first)
-    overwrite.check_free(step, overwrite=False)
+    save(step, overwrite=False)
+    assert deleted == [step]
+    assert flaxckpt.load(step) == {"n": 1}
 
 
 def test_conversion_requires_free_path_or_overwrite(tmp_path):
-    overwrite.check_target_free(tmp_path / "missing" / "a", overwrite=False)
-    overwrite.check_target_free(make(tmp_path, "empty/") / "empty", overwrite=False)
+    convert(tmp_path / "a", overwrite=False)
+    convert(make(tmp_path, "empty/") / "empty", overwrite=False)
     model = make(tmp_path / "model", ONE, "config.json")
     with pytest.raises(errors.CheckpointExistsError, match="or pass overwrite=True"):
-        overwrite.check_target_free(model, overwrite=False)
-    overwrite.check_target_free(model, overwrite=True, replaced=["config.json"])
+        convert(model, overwrite=False)
     with pytest.raises(errors.CheckpointExistsError, match=r"config\.json"):
-        overwrite.check_target_free(model, overwrite=True)
+        convert(model)
     below = model / "config.json" / "a"
     with pytest.raises(errors.OptionError, match=r"config\.json is a file, not a dir"):
-        overwrite.check_target_free(below, overwrite=False)
+        flaxckpt.convert(tmp_path / "source", below)
 
 
 @pytest.mark.parametrize(
@@ -319,18 +337,28 @@ def test_conversion_requires_free_path_or_overwrite(tmp_path):
         ),
     ],
 )
-def test_rejects_directory_names_of_files(name, maker, told):
+def test_rejects_directory_names_of_files(tmp_path, name, maker, told):
+    make = {
+        "save": save,
+        "convert": lambda path: convert(path, format="orbax"),
+        "a run": flaxckpt.Checkpointer,
+    }[maker]
     with pytest.raises(errors.OptionError) as info:
-        overwrite.check_name(PurePath(name), maker)
-    assert told in str(info.value)
-    overwrite.check_name(PurePath("a.b"), maker)
+        make(tmp_path / name)
+    assert told in str(info.value).replace(f"{tmp_path}/", "")
+    make(tmp_path / "a.b")
 
 
-def test_set_aside_uses_next_free_name(tmp_path):
-    for expected in ("3.damaged", "3.2.damaged", "3.3.damaged"):
-        step = make(tmp_path / "3", "flaxckpt.json", "mine")
-        overwrite.set_aside(step)
-        assert (tmp_path / expected / "mine").is_file()
-        assert not step.exists()
-    overwrite.set_aside(make(tmp_path / "3", "flaxckpt.json"))
-    assert (tmp_path / "3" / "flaxckpt.json").is_file(), "it may be replaced"
+def test_damaged_step_with_foreign_files_is_set_aside(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path) as run:
+        for name in ("3.damaged", "3.2.damaged", "3.3.damaged"):
+            run.save(3, {"n": 1}, on_exists="overwrite").wait()
+            make(tmp_path / "3", "DAMAGED", "mine")
+            run.reload()
+            run.save(3, {"n": 1}).wait()
+            assert (tmp_path / name / "mine").is_file()
+            assert not (tmp_path / "3" / "mine").exists()
+        make(tmp_path / "3", "DAMAGED")
+        run.reload()
+        run.save(3, {"n": 1}).wait()
+    assert len([*tmp_path.glob("*.damaged")]) == 3, "without them it is replaced"
