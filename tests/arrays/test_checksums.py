@@ -26,8 +26,8 @@ from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
+from tests.helpers import chunks, old_stores, orbax_readers, seams
 from tests.helpers import faulty_store as faulty
-from tests.helpers import old_stores, orbax_readers, seams
 from tests.helpers.files import flip_bit
 from tests.helpers.strategies import assert_same
 
@@ -52,10 +52,10 @@ def test_checkpoint_checksums_stay_small():
     of_100_gb = zarr_checksums.choose_bytes([(1600, chunk)])
     assert of_100_gb == MIB
     assert zarr_checksums.checksums_bytes(1600, chunk, MIB) < 0.5e6
-    for chunks in (16_000, 160_000, 10**7):
-        size = zarr_checksums.choose_bytes([(chunks, chunk)])
-        assert zarr_checksums.checksums_bytes(chunks, chunk, size) <= MIB / 2
-        assert zarr_checksums.checksums_bytes(chunks, chunk, size // 2) > MIB / 2
+    for count in (16_000, 160_000, 10**7):
+        size = zarr_checksums.choose_bytes([(count, chunk)])
+        assert zarr_checksums.checksums_bytes(count, chunk, size) <= MIB / 2
+        assert zarr_checksums.checksums_bytes(count, chunk, size // 2) > MIB / 2
 
 
 # ---- regions and damage ------------------------------------------------------------
@@ -183,7 +183,7 @@ def written(root, array, chunk_shape, segment_bytes, encoding=ENCODING):
     host = HostArray(
         "w", array.shape, array.dtype.name, chunk_shape, (HostShard(whole, array),)
     )
-    checksums = old_stores.write(
+    checksums = chunks.write(
         root, [host], encoding=encoding, ocdbt=False, segment_bytes=segment_bytes
     ).checksums
     keys = [chunk.key for chunk in zarr_metadata.chunks(whole, chunk_shape)]

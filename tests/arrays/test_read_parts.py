@@ -19,8 +19,8 @@ from flaxckpt._zarr import metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_checksums import written
 from tests.arrays.test_read_raw import host, info_of
+from tests.helpers import chunks, old_stores, seams
 from tests.helpers import faulty_store as faulty
-from tests.helpers import old_stores, seams
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -399,9 +399,7 @@ def test_rejects_byte_range_larger_than_memory(tmp_path):
 
 def database_of(path, array, chunk_shape, *, checksum=True):
     encoding = Encoding("none", checksum)
-    old_stores.write(
-        path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True
-    )
+    chunks.write(path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True)
     return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
 
 

@@ -28,7 +28,7 @@ from flaxckpt._zarr import chunk_file as zarr_chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.helpers import dtypes, old_stores, seams, strategies
+from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
 DTYPES = dtypes.STORED_AS_IS.split()
@@ -149,7 +149,7 @@ def test_tensorstore_reads_our_arrays(tmp_path, dtype, ocdbt):
         "none": host("none", array_of(dtype, (0, 3)), (1, 3)),
     }
     encoding = Encoding("none", True)
-    old_stores.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
+    chunks.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
     for name, array in arrays.items():
         store = opened(tmp_path, name, ocdbt=ocdbt)
         assert store.dtype.name == dtype
@@ -167,7 +167,7 @@ def test_files_equal_tensorstore_files(tmp_path, dtype):
     for root in (ours, theirs):
         root.mkdir()
     written = host("w", array, (2, 3))
-    old_stores.write(ours, [written], encoding=encoding, ocdbt=False)
+    chunks.write(ours, [written], encoding=encoding, ocdbt=False)
     encode.write_encoded(theirs, [written], encoding, lambda size: None)
     for file in theirs.rglob("c*"):
         assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
@@ -202,7 +202,7 @@ def test_reads_any_region_of_any_chunks(tmp_path_factory, layout, dtype, checksu
     root = tmp_path_factory.mktemp("raw")
     array = array_of(dtype, shape)
     encoding = Encoding("none", checksum)
-    old_stores.write(
+    chunks.write(
         root,
         [host("w", array, chunk_shape)],
         encoding=encoding,
@@ -238,7 +238,7 @@ def test_reads_any_region_from_tree_in_one_file(
     array = array_of(dtype, shape)
     encoding = Encoding("none", checksum)
     written = [host("w", array, chunk_shape), host("x", array, chunk_shape)]
-    old_stores.write(root, written, encoding=encoding, ocdbt=False)
+    chunks.write(root, written, encoding=encoding, ocdbt=False)
     make_tree(root, alignment)
     by_tensorstore = opened(root, "w", ocdbt=True).read().result()
     assert bits(by_tensorstore) == bits(array)
@@ -261,7 +261,7 @@ def test_changed_tree_bytes_never_yield_wrong_values(
     written.mkdir()
     encoding = Encoding("none", True)
     hosts = [host("w", array, (2, 50)), host("x", array + 1, (2, 50))]
-    old_stores.write(written, hosts, encoding=encoding, ocdbt=False)
+    chunks.write(written, hosts, encoding=encoding, ocdbt=False)
     make_tree(written, alignment)
     whole = (written / name).read_bytes()
     region = ((1, 9), (0, 50))
@@ -290,7 +290,7 @@ def test_changed_tree_bytes_never_yield_wrong_values(
 def test_maps_page_sized_chunks_as_one(tmp_path, chunk_shape, memory_map):
     array = array_of("float32", (10, 1024))
     encoding = Encoding("none", True)
-    old_stores.write(
+    chunks.write(
         tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -311,7 +311,7 @@ def test_maps_page_sized_chunks_as_one(tmp_path, chunk_shape, memory_map):
 def test_parts_of_several_writers_form_one_array(tmp_path):
     array = array_of("float32", (8, 6))
     regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
-    old_stores.write(
+    chunks.write(
         tmp_path,
         [host("w", array, (2, 3), regions)],
         encoding=Encoding("none", True),
@@ -340,9 +340,7 @@ def test_memory_budget_covers_casts_and_copied_pieces(tmp_path, monkeypatch):
         (narrow, [64 * 64 * 2]),
     ):
         held.clear()
-        old_stores.write(
-            tmp_path, [written], encoding=Encoding("none", True), ocdbt=False
-        )
+        chunks.write(tmp_path, [written], encoding=Encoding("none", True), ocdbt=False)
         assert held == sizes
 
 

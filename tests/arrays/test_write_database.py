@@ -19,7 +19,7 @@ from flaxckpt._formats import locate
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding
 from tests.arrays.test_read_raw import host, opened
-from tests.helpers import old_stores, seams, strategies
+from tests.helpers import chunks, seams, strategies
 
 MIB = 2**20
 DATABASE = flaxckpt.ArrayLayout()
@@ -68,9 +68,9 @@ def test_tensorstore_reads_any_arrays(
     with pytest.MonkeyPatch.context() as patch:
         seams.replace(patch, "write_database.file_bytes", file_bytes)
         seams.replace(patch, "write_database.own_file_bytes", own_bytes)
-        written = old_stores.write(
+        written = chunks.write(
             root,
-            [host(name, values, chunks) for name, (values, chunks) in arrays.items()],
+            [host(name, values, chunk) for name, (values, chunk) in arrays.items()],
             encoding=Encoding(codec, True),
             ocdbt=True,
         )
@@ -88,8 +88,8 @@ def test_tensorstore_reads_any_arrays(
             assert end <= (follows if follows is not None else len(content))
             assert not any(content[end : follows if follows is not None else end])
         assert sum(parts[-1]) == len(content)
-    chunks = [key for key in written.values if b"/c" in key]
-    assert sum(map(len, found.values())) == len(chunks)
+    keys = [key for key in written.values if b"/c" in key]
+    assert sum(map(len, found.values())) == len(keys)
 
 
 def test_names_files_after_large_arrays(tmp_path):

@@ -22,6 +22,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from tests import GOLDEN
+from tests.convert.reads import trace_reads
 from tests.golden import make_flaxckpt, make_safetensors
 from tests.helpers import chunks, old_stores, seams, strategies
 
@@ -597,18 +598,6 @@ def kill_halfway(source, target, format_name, layout):
     assert ended.returncode == -signal.SIGKILL
     assert not target.exists()
     return target.with_name(target.name + TEMPORARY)
-
-
-def trace_reads(monkeypatch):
-    """Returns the names of the pieces that are read from now on."""
-    read, original = [], seams.current("blockwise.read")
-
-    def traced(pieces, **options):
-        read.extend(piece.name for piece in pieces)
-        return original(pieces, **options)
-
-    seams.replace(monkeypatch, "blockwise.read", traced)
-    return read
 
 
 def files_with(done, root):

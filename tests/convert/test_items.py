@@ -11,7 +11,8 @@ from orbax import checkpoint as ocp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt.datasets import StepIndexed
-from tests.helpers import seams, strategies
+from tests.convert.reads import trace_reads
+from tests.helpers import strategies
 
 LAYOUTS = {
     "none": flaxckpt.ArrayLayout(),
@@ -195,14 +196,7 @@ def test_interrupted_conversion_keeps_pieces_of_all_items(tmp_path, monkeypatch)
     journal = tmp_path / "new.flaxckpt-convert-tmp" / "done.txt"
     done = journal.read_text().splitlines()
     assert len(done) >= 4
-    read = []
-    original = seams.current("blockwise.read")
-
-    def traced(pieces, **more):
-        read.extend(piece.name for piece in pieces)
-        return original(pieces, **more)
-
-    seams.replace(monkeypatch, "blockwise.read", traced)
+    read = trace_reads(monkeypatch)
     flaxckpt.convert(tmp_path / "source", tmp_path / "new", **options)
     assert set(read).isdisjoint(done)
     assert read

@@ -10,7 +10,8 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from tests.helpers import seams, strategies
+from tests.convert.reads import trace_reads
+from tests.helpers import strategies
 
 STATE = {f"two words {i}": np.full(2**14, i, np.float32) for i in range(8)}
 PIECES = {f"{name} 0:{2**14}" for name in STATE}
@@ -45,14 +46,8 @@ def resume(tmp_path, monkeypatch):
     """Converts again; returns the pieces that are read."""
 
     def run():
-        read, original = [], seams.current("blockwise.read")
-
-        def traced(pieces, **options):
-            read.extend(piece.name for piece in pieces)
-            return original(pieces, **options)
-
         with monkeypatch.context() as patch:
-            seams.replace(patch, "blockwise.read", traced)
+            read = trace_reads(patch)
             convert(tmp_path)
         strategies.assert_same(STATE, flaxckpt.load(tmp_path / "new.safetensors"))
         assert {path.name for path in tmp_path.iterdir()} <= {

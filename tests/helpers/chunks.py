@@ -3,7 +3,9 @@
 A chunk is named as in `w/c.0.0`.
 """
 
+from flaxckpt._arrays import write as arrays_write
 from flaxckpt._zarr import ocdbt
+from tests.helpers import old_stores
 
 
 def read_tree(root):
@@ -48,3 +50,14 @@ def flip(root, name, at=None):
     content = bytearray(read(root, name))
     content[len(content) // 2 if at is None else at] ^= 1
     put(root, name, content)
+
+
+def write(root, arrays, *, ocdbt=True, **options):
+    """Writes arrays alone: a whole database, or directories as before version 3."""
+    written = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
+    for name, content in arrays_write.make_index(written.values).files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    if not ocdbt:
+        old_stores.make_files(root)
+    return written

@@ -9,19 +9,6 @@ import shutil
 
 import tensorstore as ts
 
-from flaxckpt._arrays import write as arrays_write
-
-
-def write(root, arrays, *, ocdbt=True, **options):
-    """Writes arrays as `_arrays.write.write`: a whole database, or directories."""
-    written = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
-    for name, content in arrays_write.make_index(written.values).files.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(content)
-    if not ocdbt:
-        _make_files(root)
-    return written
-
 
 def open_database(root):
     """Opens a database by TensorStore."""
@@ -83,7 +70,7 @@ def make_directories(checkpoint, items=("state",)):
         for name in [name for name in digests if name.startswith(f"{prefix}d/")]:
             del digests[name]
         digests.pop(f"{prefix}manifest.ocdbt", None)
-        for name, value in _make_files(root).items():
+        for name, value in make_files(root).items():
             if is_zarr_2:
                 digests[f"{prefix}{name}"] = _digest(value)
         tree = root / "_METADATA"
@@ -93,7 +80,7 @@ def make_directories(checkpoint, items=("state",)):
     rewrite_manifest(checkpoint, manifest)
 
 
-def _make_files(root):
+def make_files(root):
     """Replaces a database by a file for each value; returns name -> content."""
     values = {}
     if (root / "manifest.ocdbt").exists():

@@ -13,6 +13,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors, maps
 from flaxckpt.transforms import inverse
+from tests.maps.leaves import flatten, nest
 
 _REASON = "needs torch and transformers: `make test-maps` has them"
 torch = pytest.importorskip("torch", reason=_REASON)
@@ -24,24 +25,6 @@ from tests.maps import encoders  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch and transformers
 
 OF_BONSAI = [case for case in encoders.CASES if case.target == "bonsai"]
-
-
-def flatten(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def nest(leaves):
-    tree = {}
-    for path, leaf in leaves.items():
-        *containers, name = path.split("/")
-        node = tree
-        for container in containers:
-            node = node.setdefault(container, {})
-        node[name] = leaf
-    return tree
 
 
 def case_of(id):

@@ -25,6 +25,7 @@ pytest.importorskip("transformers", reason=_REASON)
 safetensors = pytest.importorskip("safetensors.numpy", reason=_REASON)
 
 from tests.maps import decoders, encoders  # noqa: E402
+from tests.maps.leaves import nest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, transformers, Tunix
 
@@ -89,17 +90,6 @@ def flatten(tree):
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
         for path, leaf in leaves
     }
-
-
-def nest(leaves):
-    tree = {}
-    for path, leaf in leaves.items():
-        *containers, name = path.split("/")
-        node = tree
-        for container in containers:
-            node = node.setdefault(container, {})
-        node[name] = leaf
-    return tree
 
 
 def map_of(case, config, **options):

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,6 +10,7 @@ from flaxckpt import errors, maps
 from flaxckpt._maps import model_config
 from flaxckpt._transforms.indexed_names import parse_name
 from flaxckpt.transforms import inverse
+from tests.maps.leaves import flatten
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
 
@@ -29,13 +29,6 @@ CONFIGS = {
     },
 }
 PAIRS = [(name, target) for name in CONFIGS for target in getattr(maps, name).targets]
-
-
-def flatten(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def shape_of(family, config, name):

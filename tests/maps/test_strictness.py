@@ -13,6 +13,7 @@ from flax.core import FrozenDict
 import flaxckpt
 from flaxckpt import errors, maps
 from flaxckpt.transforms import drop, inverse, merge_lora, remap
+from tests.maps.leaves import flatten
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
 
@@ -57,13 +58,6 @@ def write(directory, tensors, config=CONFIG):
     safetensors.save_file(named, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
     return directory
-
-
-def flatten(tree):
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 def assert_equal(wanted, found):

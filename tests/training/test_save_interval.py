@@ -7,8 +7,7 @@ import pytest
 import flaxckpt
 from flaxckpt import SaveResult, errors
 from flaxckpt._training.save_interval import SaveInterval
-from flaxckpt.cli import main
-from tests.helpers import run_files
+from tests.helpers import command_line, run_files
 
 
 class Save(NamedTuple):
@@ -118,7 +117,7 @@ def test_does_not_measure_failed_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_callback_measures_saves_and_reports_its_choice(tmp_path, capsys, monkeypatch):
+def test_callback_measures_saves_and_reports_its_choice(tmp_path):
     now = [0.0]
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         callback = flaxckpt.CheckpointCallback(
@@ -137,10 +136,7 @@ def test_callback_measures_saves_and_reports_its_choice(tmp_path, capsys, monkey
     scheduled = [event for event in events if event.kind == "scheduled"]
     assert scheduled
     assert scheduled[0].details["interval_secs"] > 0
-    monkeypatch.setattr("sys.argv", ["flaxckpt", "explain", str(tmp_path / "run")])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert "saves: a save each" in capsys.readouterr().out
+    assert "saves: a save each" in command_line.run("explain", tmp_path / "run")
 
 
 @pytest.mark.parametrize(
