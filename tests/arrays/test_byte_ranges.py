@@ -117,10 +117,11 @@ def test_file_truncated_before_it_is_mapped_raises_error(tmp_path, monkeypatch):
         load(path)
 
 
-def test_joins_scattered_runs_of_flat_array(tmp_path, monkeypatch):
+@pytest.mark.parametrize("chunk_bytes", [4, 28, 52, 92])
+def test_joins_scattered_runs_of_flat_array(tmp_path, monkeypatch, chunk_bytes):
     """Flax writes large arrays in chunks."""
     array = np.arange(24, dtype="float32").reshape(2, 3, 4)
-    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 28)
+    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", chunk_bytes)
     path = tmp_path / "m.msgpack"
     path.write_bytes(serialization.to_bytes({"w": array}))
     leaf = flaxckpt.open_leaf(path, "w")
