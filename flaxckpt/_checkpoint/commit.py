@@ -206,8 +206,9 @@ def begin(snapshot: Snapshot) -> Iterator[Transaction]:
         yield _storage.transaction.ItemTransaction(final)
         return
     # A run in a store has looked at its directory when it was opened.
-    if snapshot.request.step is None or not _storage.paths.is_remote(final):
-        _storage.of(final).make_directory(final.parent, mode=options.mode)
+    storage = _storage.of(final)
+    if snapshot.request.step is None or not storage.costs_requests:
+        storage.make_directory(final.parent, mode=options.mode)
     with replacing(
         final, overwrite=snapshot.request.overwrite, mode=options.mode
     ) as transaction:

@@ -220,7 +220,7 @@ def set_aside(final: Path) -> None:
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
-        if _storage.paths.is_remote(final):
+        if not _storage.of(final).can_rename:
             raise
     else:
         return
@@ -276,7 +276,7 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
 
 def _empty_directories(directory: Path) -> list[str]:
     """Returns the empty foreign directories directly in a checkpoint."""
-    if _storage.paths.is_remote(directory):
+    if _storage.of(directory).costs_requests:  # and has no empty directories
         return []
     handlers = _formats.items.read_item_handlers(directory)
     items = handlers if isinstance(handlers, dict) else {}

@@ -449,7 +449,7 @@ def _write_snapshot(
     snapshot: Snapshot, previous: _arrays.write.Previous | None
 ) -> WrittenFiles:
     request = snapshot.request
-    if request.overwrite and _storage.paths.is_remote(request.path):
+    if request.overwrite and not _storage.of(request.path).can_rename:
         # Removes the old checkpoint first: a cancelled save would leave neither.
         request.cancellation.close()
     if request.operation is not None:

@@ -125,9 +125,8 @@ def convert_to(src: PathLike, final: Path, options: ConvertOptions) -> SaveResul
     source = _storage.paths.resolve(src)
     if final.suffix.lower() != f".{options.format}":
         _checkpoint.overwrite.check_name(final, "convert")
-    write = _convert_to_disk
-    if _storage.paths.is_remote(final):
-        write = _convert_to_store
+    can_rename = _storage.of(final).can_rename
+    write = _convert_to_disk if can_rename else _convert_to_store
     size = write(source, final, options)
     secs = time.monotonic() - start
     _log.info("converted %s to %s: %d bytes in %.3f s", source, final, size, secs)

@@ -20,7 +20,7 @@ def stamps(source: Path) -> tuple[_storage.Stamp, ...]:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    if source.is_dir() or _storage.paths.is_remote(source):
+    if _storage.of(source).costs_requests or source.is_dir():
         for name in _storage.listing.files_below(source):
             yield source / name
         return

@@ -70,7 +70,7 @@ def examine(
     reading, but at least one large file. In object stores, `directory` need not exist.
     """
     root = _storage.paths.resolve(directory)
-    if not _storage.paths.is_remote(root) and not root.is_dir():
+    if not _storage.of(root).costs_requests and not root.is_dir():
         raise errors.OptionError(f"{root} is not a directory: pass an existing one")
     free, problems = _storage.filesystem.free_bytes(root), []
     if free is not None:

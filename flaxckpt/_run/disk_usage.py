@@ -181,7 +181,7 @@ def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
 
     Adds them to the files already `counted`.
     """
-    if _storage.paths.is_remote(path):
+    if _storage.of(path).costs_requests:
         return None
     sizes: dict[FileId, int] = {}
     entries = () if path.is_symlink() else _storage.of(path).walk(path)

@@ -89,9 +89,8 @@ def _check_not_being_deleted(path: Path) -> None:
 
     If its process has died, the request that removes the step may be on its way.
     """
-    if not _storage.paths.is_remote(path):
-        return  # a deletion renames the step first
-    if _storage.leases.is_being_deleted(path):
+    # Elsewhere, a deletion renames the step first.
+    if not _storage.of(path).can_rename and _storage.leases.is_being_deleted(path):
         raise errors.SaveFailedError(
             f"{path} is being deleted by another process, or was until that process"
             " died: try again in 10 minutes, if the step is still there"

@@ -268,7 +268,7 @@ class Saves:
 
     def _previous(self) -> _arrays.write.Previous | None:
         """Returns the arrays of the newest step, for hard links to unchanged files."""
-        if _storage.paths.is_remote(self._run.saves_in):
+        if not _storage.of(self._run.saves_in).can_rename:  # nor link
             return None
         try:
             # Only in `saves_in`: hard links cannot leave a file system.

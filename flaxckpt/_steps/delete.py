@@ -47,7 +47,8 @@ def delete(
         if markers.is_pinned(now):
             raise errors.SaveFailedError(f"{path} is not deleted: it is pinned")
         # A change may have marked the step since a policy let it go. Staging is local.
-        if not _storage.paths.is_remote(now) and markers.is_marked_for_upload(now):
+        is_local = not _storage.of(now).costs_requests
+        if is_local and markers.is_marked_for_upload(now):
             raise errors.SaveFailedError(
                 f"{path} is not deleted: it is not uploaded yet"
             )
@@ -124,7 +125,7 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
     try:
         sweep(root, step_format)
         # Replacing a file leaves temporary files only in storage with renames.
-        inside = () if _storage.paths.is_remote(root) else items
+        inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
         for step in index.list_steps(root, step_format).values():
             directories += [step, *(step / name for name in inside)]

@@ -140,7 +140,7 @@ def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
     store, the pin is kept where it is.
     """
     markers = {TEMPORARY: _CONTENT} if temporary else {}
-    return markers | ({} if _storage.paths.is_remote(final) else pin_of(final))
+    return markers | (pin_of(final) if _storage.of(final).can_rename else {})
 
 
 def pin_of(path: Path) -> dict[str, bytes]:
@@ -386,7 +386,7 @@ def read_parts(path: Path) -> StepParts | None:
     Raises:
         DamagedCheckpointError: The marker cannot be read.
     """
-    if _storage.paths.is_remote(path):  # without a request
+    if _storage.of(path).costs_requests:
         return None
     try:
         with _storage.permissions.explain_errors(path / PARTS):

@@ -55,6 +55,7 @@ class LocalStorage:
     """
 
     can_map = True
+    can_rename = True
     costs_requests = False
 
     # ---- listing ------------------------------------------------------------------

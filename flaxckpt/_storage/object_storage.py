@@ -38,6 +38,7 @@ class ObjectStorage:
     """Objects under keys; a checkpoint counts once the commit marker exists."""
 
     can_map = False
+    can_rename = False
     costs_requests = True
 
     # ---- listing ------------------------------------------------------------------

@@ -4,7 +4,7 @@
 takes the path, as zarr's stores take the key. So `of` costs one `isinstance`, and a
 caller may use the storage of a directory for everything below it.
 
-Where behaviour differs, a method handles both cases; the two attributes are for callers
+Where behaviour differs, a method handles both cases; the attributes are for callers
 that choose between two ways of their own. `transaction` has what writes and deletes
 whole checkpoints, and `listing` what can be said of all files below a directory.
 """
@@ -38,10 +38,13 @@ class Storage(Protocol[_Path]):
 
     Attributes:
         can_map: Files can be mapped into memory.
+        can_rename: Files and directories can be renamed and hard-linked, so nothing is
+            replaced or deleted under its name.
         costs_requests: Each access to a file takes a request to another machine.
     """
 
     can_map: bool
+    can_rename: bool
     costs_requests: bool
 
     # ---- listing ------------------------------------------------------------------

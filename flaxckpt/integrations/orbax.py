@@ -107,7 +107,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     def _start(self, directory: PathLike, args: SaveArgs) -> Callable[[], int]:
         state = _check_args(args, SaveArgs).state
         path = _storage.paths.resolve(directory)
-        if _storage.paths.is_remote(path):
+        if not _storage.of(path).can_rename:
             raise errors.OptionError(
                 f"{path}: this handler saves in file systems only; in an object store,"
                 " save with flaxckpt.Checkpointer, or with a handler of Orbax"

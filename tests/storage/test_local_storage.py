@@ -753,6 +753,7 @@ def test_reports_properties_of_disk(tmp_path):
     assert filesystem.is_local(tmp_path)
     assert filesystem.kind(tmp_path)
     assert LOCAL.can_map is True
+    assert LOCAL.can_rename is True
     assert LOCAL.costs_requests is False
     assert LOCAL.kvstore(tmp_path, "a/")["path"] == f"{tmp_path}/a/"
     (tmp_path / "link").symlink_to("x")
