@@ -146,7 +146,7 @@ class DatabaseWriter:
                     self._encoded_chunk(*by_number[number], key, content)
                     for path, content in _storage.paths.take_files(memory)
                     for number, _, key in [path.rpartition("/")]
-                    if key not in (zarr_metadata.METADATA, zarr_metadata.METADATA_2)
+                    if key not in zarr_metadata.METADATA_FILES.values()
                 ]
             self._write_files(chunks)
             del chunks  # or they would stay while the next are encoded
@@ -325,9 +325,7 @@ def _database_key(name: str, key: str) -> bytes:
 
 
 def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
-    is_zarr_2 = encoding.version == 2
-    name = zarr_metadata.METADATA_2 if is_zarr_2 else zarr_metadata.METADATA
-    return _database_key(array.name, name)
+    return _database_key(array.name, zarr_metadata.METADATA_FILES[encoding.version])
 
 
 class IndexFiles(NamedTuple):

@@ -224,7 +224,7 @@ def grow(
     }
     structure = _state.containers.prune(stored.structure, whole)
     attributes, unknown = dict(flat.attributes), {}
-    root: _Trie = {}
+    rows: list[tuple[list[str], tuple[_state.tree.Key, _Structure]]] = []
     first = {place: path for path, place in places.items()}
     for place in first:
         new = _state.tree.node_at(structure, place)
@@ -241,13 +241,8 @@ def grow(
         parts = place.split("/") if place else []
         if not parts:
             return Grown(dataclasses.replace(flat, structure=new), unknown)
-        level = root
-        for part in parts[:-1]:
-            inner = level.setdefault(part, {})
-            assert isinstance(inner, dict)
-            level = inner
-        level[parts[-1]] = keys[len(parts) - 1], new
-    grown = _graft(flat.structure, root)
+        rows.append((parts, (keys[len(parts) - 1], new)))
+    grown = _graft(flat.structure, _state.tree.nest_values(rows))
     return Grown(
         dataclasses.replace(flat, structure=grown, attributes=attributes), unknown
     )

@@ -101,12 +101,10 @@ def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
 
     The names are relative to the array's directory, and keys of a database.
     """
-    keys = [chunk.key for chunk in _arrays.forms.chunks(info)]
-    if encoding.version == 3:
-        return [_zarr.metadata.METADATA, *keys]
+    is_zarr_2 = encoding.version == 2
     return [
-        _zarr.metadata.METADATA_2,
-        *(key.removeprefix("c").removeprefix(".") or "0" for key in keys),
+        _zarr.metadata.METADATA_FILES[encoding.version],
+        *[c.key_2 if is_zarr_2 else c.key for c in _arrays.forms.chunks(info)],
     ]
 
 

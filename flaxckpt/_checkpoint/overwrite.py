@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from flaxckpt import _formats, _state, _steps, _storage, errors
+from flaxckpt import _formats, _state, _steps, _storage, _zarr, errors
 from flaxckpt._checkpoint import inventory
 from flaxckpt._formats import recognise, safetensors, shards
 from flaxckpt._formats.native_manifest import Manifest
@@ -57,7 +57,7 @@ _OTHER_DIRECTORIES = {
 }
 """Directory name -> its files, independent of the handlers in the metadata."""
 
-_ARRAY_METADATA = frozenset(("zarr.json", ".zarray"))
+_ARRAY_METADATA = frozenset(_zarr.metadata.METADATA_FILES.values())
 _CHUNK = re.compile(r"c|(?:c[./])?\d+(?:[./]\d+)*")
 """Path of a chunk in the directory of an array."""
 

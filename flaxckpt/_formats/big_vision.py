@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flaxckpt import _formats, _state, _storage, errors
+from flaxckpt import _formats, _state, _storage
 from flaxckpt._formats import plain, zarr2
 from flaxckpt._formats.msgpack import leaves
 from flaxckpt._formats.msgpack.scanner import Value
@@ -31,17 +31,12 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             continue
         keys = name.split("~")
         leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
-        try:
+        with plain.fault_recorded(faults, leaf):
             array = zarr2.find_array(root, name)
-        except PermissionError:
-            raise
-        except (ValueError, OSError) as error:
-            faults[leaf] = errors.one_line(error, 200)
-            continue
-        if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
-            faults[leaf] = "its name is not a leaf path"
-        elif conflict := leaves.put(tree, keys, array):
-            faults[leaf] = f"its name is {conflict}"
+            if not all(keys) or len(keys) > _state.tree.MAX_DEPTH:
+                raise ValueError("its name is not a leaf path")
+            if conflict := leaves.put(tree, keys, array):
+                raise ValueError(f"its name is {conflict}")
     if faults:
         raise plain.unreadable_error(root, faults)
     return leaves.make_stored(

@@ -128,7 +128,7 @@ def array_forms(
 ) -> tuple[dict[str, ArrayForm], set[str]]:
     """Reads the forms of arrays, and the names of those compressed by blosc."""
     check_names(item, names, ocdbt=ocdbt)
-    file = "zarr.json" if version == 3 else ".zarray"
+    file = _zarr.metadata.METADATA_FILES[version]
     keys = {name: _zarr.metadata.database_key(name, file) for name in names}
     forms: dict[str, ArrayForm] = {}
     blosc: set[str] = set()
@@ -245,7 +245,7 @@ class Arrays:
             strict=self.strict,
         )
         # Before TensorStore reads the metadata, some of which abort the process.
-        file = "zarr.json" if self.version == 3 else ".zarray"
+        file = _zarr.metadata.METADATA_FILES[self.version]
         if not self.ocdbt:
             text = _zarr.chunk_file.read_small(self.root / name / file)
             chunks = _parse_as(text, form)

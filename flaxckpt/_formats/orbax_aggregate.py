@@ -35,14 +35,10 @@ def read(path: Path, item: Path) -> Stored:
             open_array = functools.partial(arrays.open, name, form, path)
             opened[name] = plain.Opened(*form, open_array)
     else:
-        faults = {}
+        faults: dict[LeafPath, str] = {}
         for name in names:
-            try:
+            with plain.fault_recorded(faults, name):
                 opened[name] = zarr2.find_array(item, name)
-            except PermissionError:
-                raise
-            except (ValueError, OSError) as error:
-                faults[name] = errors.one_line(error, 200)
         if faults:
             raise plain.unreadable_error(item, faults)
     tree = _insert(tree, opened)

@@ -30,14 +30,8 @@ def dumps(data: JSON) -> bytes:
 
 def strings(values: Mapping[str, str]) -> bytes:
     """Returns the content of `_strings.json` for a map of param name -> string."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *parents, last = name.split("/")
-        inner = nested
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        inner[last] = value
-    return dumps(nested)
+    rows = ((name.split("/"), value) for name, value in values.items())
+    return dumps(_state.tree.nest_values(rows))
 
 
 def parse(content: bytes, path: object) -> JSON:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,17 @@ def make_stored(
         ),
         stamp=stamp,
     )
+
+
+@contextlib.contextmanager
+def fault_recorded(faults: dict[LeafPath, str], leaf: LeafPath) -> Iterator[None]:
+    """Records why a leaf cannot be read; files without permission stay errors."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except (ValueError, OSError) as error:
+        faults[leaf] = errors.one_line(error, 200)
 
 
 def unreadable_error(

@@ -86,13 +86,10 @@ class _SpecReplacer:
                 key: self.replace(child, (*keys, key)) for key, child in value.items()
             }
         leaf = _state.tree.join([_state.tree.Key(key, "key") for key in keys])
-        try:
-            return self._array(value, leaf)
-        except PermissionError:
-            raise
-        except (ValueError, OSError) as error:
-            self.faults[leaf] = errors.one_line(error, 200)
-            return None
+        array = None
+        with plain.fault_recorded(self.faults, leaf):
+            array = self._array(value, leaf)
+        return array  # noqa: RET504
 
     def _array(self, spec: dict[str, Any], leaf: LeafPath) -> plain.Opened:
         name = _directory(spec)

@@ -179,7 +179,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
                     chunk.bounds, array.chunk_shape, strict=True
                 )
             )
-            values = _read_chunk(array, _chunk_name(chunk))
+            values = _read_chunk(array, chunk.key_2)
             target[_zarr.metadata.within(chunk.bounds, region)] = values[
                 _zarr.metadata.within(chunk.bounds, whole)
             ]
@@ -193,10 +193,6 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
             context=context,
         )
     )
-
-
-def _chunk_name(chunk: _zarr.metadata.Chunk) -> str:
-    return chunk.key.removeprefix("c").removeprefix(".") or "0"
 
 
 def _check_files(array: _Zarr2) -> None:
@@ -217,7 +213,7 @@ def _check_files(array: _Zarr2) -> None:
     for chunk in _zarr.metadata.chunks(
         _zarr.metadata.whole(array.shape), array.chunk_shape
     ):
-        key = _chunk_name(chunk)
+        key = chunk.key_2
         if key not in sizes:
             raise ValueError(f"chunk {key} is missing")
         ratio = _BEST_RATIO.get(array.codec, _ANY_RATIO)

@@ -151,14 +151,9 @@ def _nest(leaves: Mapping[str, Any]) -> PyTree:
     """Builds nested dicts from leaf paths."""
     if leaves.keys() == {""}:
         return leaves[""]
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *above, name = [_state.tree.unescape(part) for part in path.split("/")]
-        inner = root
-        for part in above:
-            inner = inner.setdefault(part, {})
-        inner[name] = leaf
-    return root
+    return _state.tree.nest_values(
+        (_state.tree.split(path), leaf) for path, leaf in leaves.items()
+    )
 
 
 def _parse_tree(file: Path, tree: Any, above: tuple[str, ...]) -> PyTree:

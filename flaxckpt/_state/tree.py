@@ -129,6 +129,22 @@ def unescape(part: LeafPath) -> str:
     return part.replace("%2F", "/").replace("%25", "%")
 
 
+def split(path: LeafPath) -> list[str]:
+    """Returns the names of the keys of a leaf path, the inverse of `join`."""
+    return [unescape(part) for part in path.split("/")]
+
+
+def nest_values(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
+    """Returns nested dicts of values, each with its keys from the outermost on."""
+    nested: dict[Any, Any] = {}
+    for keys, value in values:
+        inner = nested
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+    return nested
+
+
 def unflatten(
     structure: Node | LeafPath,
     values: Mapping[LeafPath, Any],
@@ -238,16 +254,14 @@ def plain_structure(
     Each has its path, its keys, and None; or, for an empty container, its type: `None`,
     `dict`, `list` or `tuple`.
     """
-    nested: dict[Key, Any] = {}
-    for path, keys, empty in leaves:
-        leaf = path if empty is None else empty_node(empty)
+    nodes = [
+        (keys, path if empty is None else empty_node(empty))
+        for path, keys, empty in leaves
+    ]
+    for keys, node in nodes:
         if not keys:
-            return leaf
-        inner = nested
-        for key in keys[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[keys[-1]] = leaf
-    return _plain_node(nested)
+            return node
+    return _plain_node(nest_values(nodes))
 
 
 def plain_node(

@@ -402,14 +402,14 @@ def check_paths(paths: Iterable[LeafPath]) -> None:
 
 
 def _is_leaf_path(path: LeafPath) -> bool:
-    names = [_state.tree.unescape(part) for part in path.split("/")]
+    names = _state.tree.split(path)
     keys = [_state.tree.Key(name, "key") for name in names]
     return "" not in names and _state.tree.join(keys) == path
 
 
 def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
     """Returns the keys of a new path; keys shared with the old path keep their kind."""
-    names = [_state.tree.unescape(part) for part in path.split("/")]
+    names = _state.tree.split(path)
     old = info.keys
     old_names = [str(key.name) for key in old]
     most = min(len(names), len(old))

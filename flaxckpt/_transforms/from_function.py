@@ -180,16 +180,14 @@ def _is_traced(leaf: Leaf) -> bool:
 
 
 def _nest(leaves: Mapping[LeafPath, Any]) -> Tree:
-    tree: Tree = {}
-    for path, value in leaves.items():
-        *parents, last = (_state.tree.unescape(part) for part in path.split("/"))
-        inner = tree
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        empty = isinstance(value, _Constant) and value.leaf.info.kind == "empty"
-        is_dict = empty and value.leaf.info.python_type != "None"
-        inner[last] = {} if is_dict else None if empty else value
-    return tree
+    def build(value: Any) -> Any:
+        if not isinstance(value, _Constant) or value.leaf.info.kind != "empty":
+            return value
+        return None if value.leaf.info.python_type == "None" else {}
+
+    return _state.tree.nest_values(
+        (_state.tree.split(path), build(value)) for path, value in leaves.items()
+    )
 
 
 def _flatten(tree: Any) -> list[tuple[LeafPath, Any]]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 METADATA = "zarr.json"
-METADATA_2 = ".zarray"
+METADATA_FILES = {2: ".zarray", 3: METADATA}
+"""Version of zarr -> file with the metadata of an array."""
 
 _FORM = ("data_type", "shape")
 """Fields of the metadata that have an error of their own."""
@@ -312,6 +313,11 @@ class Chunk(NamedTuple):
 
     key: str
     bounds: Region
+
+    @property
+    def key_2(self) -> str:
+        """The key in zarr 2."""
+        return self.key.removeprefix("c").removeprefix(".") or "0"
 
 
 @functools.lru_cache(maxsize=256)  # many arrays are alike

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flaxckpt import _state
 from flaxckpt._types import PyTree
 
 _NUMBERED = re.compile(r"(.+?)(?:_(\d+))?")
@@ -94,10 +95,4 @@ def _nest(
     leaves: Mapping[tuple[str, ...], Any], groups: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns nested dicts of leaves; empty groups stay."""
-    nested: dict[str, Any] = {group: {} for group in groups}
-    for path, value in leaves.items():
-        inner = nested
-        for part in path[:-1]:
-            inner = inner.setdefault(part, {})
-        inner[path[-1]] = value
-    return nested
+    return {group: {} for group in groups} | _state.tree.nest_values(leaves.items())
