@@ -1,11 +1,11 @@
-"""Type aliases shared by all modules, and the decorator of rows."""
+"""Type aliases shared by all modules, and what their classes share."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 _T = TypeVar("_T")
 
@@ -33,3 +33,26 @@ def row(cls: type[_T]) -> type[_T]:
     as long, which was a quarter of the time to plan a save.
     """
     return dataclasses.dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+class Closing:
+    """An object that is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Ends the use of the object."""
+        raise NotImplementedError
+
+    def _close_after(self, error: BaseException) -> None:
+        """Ends the use of the object after `error` in the block."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._close_after(error)

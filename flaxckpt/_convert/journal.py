@@ -7,17 +7,16 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from flaxckpt import _storage, errors
-from flaxckpt._types import JSON
+from flaxckpt._types import JSON, Closing
 
 _WORK = "work.json"
 _DONE = "done.txt"
 _MAX_BYTES = 256 * 2**20
 
 
-class Journal:
+class Journal(Closing):
     """A working directory for output written piece by piece.
 
     `done` has the names of the durable pieces.
@@ -94,15 +93,8 @@ class Journal:
         self._file.close()
         _storage.of(self._directory).remove_tree(self._directory)
 
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends the use of the directory."""
         self._file.close()
         os.close(self._lock)
 

@@ -59,10 +59,7 @@ class RunView:
         rules = self.rules(keep) or Rules()
         found = _run.judge.Judge(rules).explain(self.steps)
         marked = {n: why for n, why in found.damage.items() if n not in found.reasons}
-        reasons = found.reasons | {
-            step: [_run.judge.DAMAGED + why] for step, why in marked.items()
-        }
-        return found._replace(reasons=dict(sorted(reasons.items())))
+        return found._replace(reasons=_run.judge.with_damage(found.reasons, marked))
 
     def check_metrics(self, rules: Rules) -> None:
         """Raises OptionError if no step has the metric of a policy."""

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self, Unpack
+from types import MappingProxyType
+from typing import Any, Literal, Unpack
 
 from flaxckpt import (
     _arrays,
@@ -33,7 +33,7 @@ from flaxckpt._run.session import Session
 from flaxckpt._run.tiers import part_tier
 from flaxckpt._run.tiers import staging as run_staging
 from flaxckpt._transforms import base as _transforms
-from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt._types import JSON, Closing, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 @_util.guessed_names.explain
-class Checkpointer:
+class Checkpointer(Closing):
     """Saves, finds, restores and deletes the steps in a run directory.
 
     At most one save is in progress. Steps are always listed from the directory itself,
@@ -670,18 +670,7 @@ class Checkpointer:
             for trainer in trainers:
                 last.callback(trainer.before_close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-            return
+    def _close_after(self, error: BaseException) -> None:
         # After a failed block, finish the save in progress and begin no other.
         try:
             self._session.settle()

@@ -18,9 +18,6 @@ from flaxckpt.policies import PreservationPolicy
 
 _log = logging.getLogger(__name__)
 
-DAMAGED = "damaged: "
-"""Begins the reason of a step that does not count, and is not deleted."""
-
 
 class Rules(NamedTuple):
     """Rules of retention.
@@ -270,11 +267,9 @@ class Judge:
             else:
                 kept_items.append((number, item))
         self._name_markers(steps, reasons)
-        for number, loss in damage.items():
-            reasons[number] = [DAMAGED + loss]
         is_newest_good = just_saved is not None or not damage
         newest_damage = "" if is_newest_good else damage.get(max(steps), "")
-        reasons = dict(sorted(reasons.items()))
+        reasons = with_damage(reasons, damage)
         doomed = [n for n, why in reasons.items() if not why and n != just_saved]
         return Judged(reasons, doomed, kept_items, damage, newest_damage)
 
@@ -400,6 +395,14 @@ def _find_decisive(
     found = _find_decisive(numbers[:middle], is_decisive)
     found |= _find_decisive(numbers[middle:], is_decisive)
     return found or set(numbers)  # decisive together
+
+
+def with_damage(
+    reasons: Mapping[int, list[str]], damage: Mapping[int, str]
+) -> dict[int, list[str]]:
+    """Returns reasons, ascending, with those of damaged steps, which stay."""
+    damaged = {step: [f"damaged: {why}"] for step, why in damage.items()}
+    return dict(sorted({**reasons, **damaged}.items()))
 
 
 def list_first(names: Sequence[str]) -> str:

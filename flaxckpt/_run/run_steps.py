@@ -355,10 +355,7 @@ class RunSteps:
 
     def explain_all(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
         """Returns the reasons of `explain`, and the damage of each damaged step."""
-        reasons = self.explain(rules)
-        for step, why in self.damage_reasons().items():
-            reasons[step] = [judge.DAMAGED + why]
-        return dict(sorted(reasons.items()))
+        return judge.with_damage(self.explain(rules), self.damage_reasons())
 
     def prune(self) -> tuple[int, ...]:
         """Deletes the steps that no policy keeps; returns the deleted steps.

@@ -7,8 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
@@ -28,7 +27,7 @@ from flaxckpt._training.preemption import Preemption
 from flaxckpt._training.save_interval import SaveInterval
 from flaxckpt._training.signals import Grace, Notice
 from flaxckpt._training.triggers import Due, Triggers
-from flaxckpt._types import JSON, PathLike, PyTree
+from flaxckpt._types import JSON, Closing, PathLike, PyTree
 from flaxckpt.transforms import Transform
 
 _log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ REQUEUE_EXIT_CODE = 75
 
 
 @_util.guessed_names.explain
-class CheckpointCallback:
+class CheckpointCallback(Closing):
     """Saves at chosen steps of a training loop, and restores at the beginning.
 
     The loop calls the callback after every step, as with CLU's periodic actions. A step
@@ -725,6 +724,8 @@ class CheckpointCallback:
             self._skip(last.step, f"the with block raised {type(error).__name__}")
         self.give_way()
 
+    _close_after = abandon
+
     def give_way(self) -> None:
         """Stops saving without a last save, such as for a callback that takes over."""
         self._last = None
@@ -736,17 +737,3 @@ class CheckpointCallback:
         while self._subscribed:
             self.checkpointer.events.unsubscribe(self._subscribed.pop())
         lost_steps.forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abandon(error)

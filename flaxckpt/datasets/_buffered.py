@@ -12,10 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from flaxckpt import _util, errors
+from flaxckpt._types import Closing
 from flaxckpt.datasets import _adapters, _duck_types
 
 Batch = TypeVar("Batch")
@@ -24,7 +24,7 @@ _SECONDS_AT_EXIT = 5.0
 _POLL_SECS = 10.0
 
 
-class Buffered(Generic[Batch]):
+class Buffered(Closing, Generic[Batch]):
     """Prefetches batches on a thread; the state follows the last batch taken.
 
     A prefetcher around an iterator hides the loop's position from a checkpoint: the
@@ -154,17 +154,6 @@ class Buffered(Generic[Batch]):
         """
         self._stop(timeout_secs=_SECONDS_AT_EXIT)
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _start(self) -> None:
         self._check_open()
