@@ -68,17 +68,6 @@ class WriteOptions(NamedTuple):
     total_bytes: int = 0
 
 
-def is_raw(array: HostArray, encoding: Encoding) -> bool:
-    """Returns True if an array is written without TensorStore."""
-    return zarr_metadata.is_raw(encoding, array.shape, array.stored_dtype)
-
-
-def metadata_text(array: HostArray, encoding: Encoding) -> bytes:
-    return zarr_metadata.metadata_text(
-        encoding, array.shape, array.stored_dtype, array.chunk_shape
-    )
-
-
 class ChunkToWrite(NamedTuple):
     """A chunk to write.
 

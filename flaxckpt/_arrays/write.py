@@ -11,7 +11,6 @@ from flaxckpt._arrays.chunks_to_write import (
     DEFAULT_CONCURRENT_BYTES,
     Count,
     WriteOptions,
-    is_raw,
 )
 from flaxckpt._arrays.to_host import HostArray
 from flaxckpt._arrays.write_database import (
@@ -32,7 +31,6 @@ __all__ = [
     "Written",
     "choose_sizes",
     "file_sizes",
-    "is_raw",
     "make_index",
     "write",
     "writer",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import chunks_to_write, encode, to_host
-from flaxckpt._arrays.chunks_to_write import COPIES_IN_REQUESTS, WriteOptions, is_raw
+from flaxckpt._arrays.chunks_to_write import COPIES_IN_REQUESTS, WriteOptions
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._arrays.written import Previous, Written
 from flaxckpt._zarr import btree, chunk_file
@@ -94,11 +94,11 @@ class DatabaseWriter:
             raw: list[HostArray] = []
             encoded: list[HostArray] = []
             for array in batch:
-                (raw if is_raw(array, encoding) else encoded).append(array)
+                form = encoding, array.shape, array.stored_dtype
+                (raw if zarr_metadata.is_raw(*form) else encoded).append(array)
                 if self._options.with_metadata:
-                    self._written.values[_metadata_key(array, encoding)] = (
-                        chunks_to_write.metadata_text(array, encoding)
-                    )
+                    text = zarr_metadata.metadata_text(*form, array.chunk_shape)
+                    self._written.values[_metadata_key(array, encoding)] = text
             self._write_files(self._raw_chunks(raw))
             if encoded:
                 self._write_encoded(encoded)
@@ -240,7 +240,8 @@ class DatabaseWriter:
                 if packed:
                     self._written.checksums.setdefault(name, {})[key] = packed
                 place = Place(file.path, offset, chunk.size)
-                self._written.values[_database_key(name, key)] = place
+                found = zarr_metadata.database_key(name, key).encode()
+                self._written.values[found] = place
             new = self._root / file.path
             if previous is None or not chunk_file.link_if_equal(
                 previous.root / file.path,
@@ -258,14 +259,18 @@ class DatabaseWriter:
         encoding, previous = self._options.encoding, self._options.previous
         if previous is None or not encoding.checksum:
             return False
-        arrays = {id(chunk.array): chunk.array for _, chunk in file.chunks}.values()
-        return all(
-            is_raw(array, encoding)
-            and chunks_to_write.has_same_source(array, previous)
-            and self._previous.get(_metadata_key(array, encoding))
-            == chunks_to_write.metadata_text(array, encoding)
-            for array in arrays
-        )
+        for array in {
+            id(chunk.array): chunk.array for _, chunk in file.chunks
+        }.values():
+            form = encoding, array.shape, array.stored_dtype
+            text = zarr_metadata.metadata_text(*form, array.chunk_shape)
+            if (
+                not zarr_metadata.is_raw(*form)
+                or not chunks_to_write.has_same_source(array, previous)
+                or self._previous.get(_metadata_key(array, encoding)) != text
+            ):
+                return False
+        return True
 
 
 class _Stored(NamedTuple):
@@ -320,12 +325,9 @@ def _previous_values(previous: Previous | None) -> Mapping[bytes, Value]:
         return {}
 
 
-def _database_key(name: str, key: str) -> bytes:
-    return zarr_metadata.database_key(name, key).encode()
-
-
 def _metadata_key(array: HostArray, encoding: Encoding) -> bytes:
-    return _database_key(array.name, zarr_metadata.METADATA_FILES[encoding.version])
+    name = zarr_metadata.METADATA_FILES[encoding.version]
+    return zarr_metadata.database_key(array.name, name).encode()
 
 
 class IndexFiles(NamedTuple):

@@ -87,14 +87,16 @@ def of_written(
     found = {}
     for info, chunks in arrays:
         recorded = written.get(manifest.items.array_directory(info), {})
-        keys = [chunk.key for chunk in _arrays.forms.chunks(info)]
-        if values := [recorded[key] for key in keys]:
-            is_cut = chunks.segmented_bytes > segment_bytes
+        is_cut = chunks.segmented_bytes > segment_bytes
+        whole, inner = bytearray(), bytearray()
+        for chunk in _arrays.forms.chunks(info):
+            value = recorded[chunk.key]
+            whole += value[-CHECKSUM_BYTES:]
+            if is_cut:
+                inner += value[:-CHECKSUM_BYTES]
+        if whole:
             found[info.path] = ChunkChecksums(
-                chunks.grid,
-                b"".join([value[-CHECKSUM_BYTES:] for value in values]),
-                segment_bytes * is_cut,
-                b"".join([value[:-CHECKSUM_BYTES] for value in values if is_cut]),
+                chunks.grid, bytes(whole), segment_bytes * is_cut, bytes(inner)
             )
     return found
 

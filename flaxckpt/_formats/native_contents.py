@@ -65,13 +65,9 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     for item, leaves in manifest.items.split(manifest.infos).items():
         infos = manifest.items.below(leaves)
         root = items.prefix(item)
-        files |= {
-            f"{root}{items.TREE}": orbax_files.tree_metadata(
-                infos, zarr_version=manifest.zarr_version
-            ),
-            f"{root}{items.SHARDING}": orbax_files.shardings(infos),
-            f"{root}{items.ARRAYS}": orbax_files.array_metadatas(infos),
-        }
+        tree = orbax_files.tree_files(infos, zarr_version=manifest.zarr_version)
+        names = (items.TREE, items.SHARDING, items.ARRAYS)
+        files |= {f"{root}{n}": c for n, c in zip(names, tree, strict=True)}
         strings = {
             orbax_json.param_name(info.keys): contents.strings[info.path]
             for info in infos

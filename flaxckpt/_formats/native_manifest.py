@@ -205,19 +205,20 @@ def parse_state(
     `unknown` receives the class names that `resolve` does not know.
     """
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
-    places = _find_places(structure)
-    keys = {path: keys for path, keys, _ in places}
-    recorded = {name for _, _, name in places}
-    if len(keys) != len(places) or not all(
-        name in (None, path) for path, _, name in places
-    ):
-        raise ValueError("its structure has leaves at wrong paths")
+    keys: dict[LeafPath, tuple[_state.tree.Key, ...]] = {}
+    recorded = set()
+    for path, path_keys, name in _find_places(structure):
+        if path in keys or name not in (None, path):
+            raise ValueError("its structure has leaves at wrong paths")
+        keys[path] = path_keys
+        if name is not None:
+            recorded.add(path)
     infos = _with_trusted_roles(
         [_parse_leaf(row, keys) for row in data["leaves"]], structure
     )
     paths = {info.path for info in infos}
     full = {info.path for info in infos if info.kind != "empty"}
-    if len(paths) != len(infos) or paths != keys.keys() or full != recorded - {None}:
+    if len(paths) != len(infos) or paths != keys.keys() or full != recorded:
         raise ValueError("its leaves do not match its structure")
     return infos, structure
 

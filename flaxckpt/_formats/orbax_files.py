@@ -12,14 +12,14 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _arrays, _state, _zarr
 from flaxckpt._formats import orbax_json
 from flaxckpt._state.leaf import LeafInfo, MeshAxes
-from flaxckpt._types import JSON, LeafPath, Shape
+from flaxckpt._types import JSON, LeafPath
 
 if TYPE_CHECKING:
     from jax.sharding import Sharding
@@ -41,7 +41,12 @@ PYTHON_OF_KIND = {"uint": "int", **{name: name for name in (*_NUMBERS, "complex"
 
 # Orbax has no complex scalars, and loses the types of numpy scalars.
 _ARRAYS = dict.fromkeys(("numpy.ndarray", "numpy.generic", "complex"), "np.ndarray")
-_VALUE_TYPES = {**_ARRAYS, **dict.fromkeys(_NUMBERS, "scalar"), "str": "string"}
+_VALUE_TYPES = {
+    "jax.Array": "jax.Array",
+    **_ARRAYS,
+    **dict.fromkeys(_NUMBERS, "scalar"),
+    "str": "string",
+}
 
 
 class StepMetadata(NamedTuple):
@@ -97,44 +102,64 @@ def custom_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
-# ---- _METADATA ----------------------------------------------------------------------
+# ---- _METADATA, _sharding, array_metadatas ------------------------------------------
 
 
-def tree_metadata(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> bytes:
-    """Returns the content of `_METADATA`."""
-    key_text = functools.cache(_key_text)
-    shape_text = functools.cache(_text)
-    rows = []
+class TreeFiles(NamedTuple):
+    """The contents of `_METADATA`, `_sharding` and `array_metadatas/process_0`.
+
+    `_sharding` has Orbax's default shardings on a restore.
+    """
+
+    metadata: bytes
+    sharding: bytes
+    arrays: bytes
+
+
+def tree_files(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> TreeFiles:
+    """Returns the files that describe a tree."""
+    text, key_text = functools.cache(_text), functools.cache(_key_text)
+    sharding_text = functools.cache(lambda sharding: _text(_text(_sharding(sharding))))
+    leaves, shardings, arrays = [], [], []
     for info in infos:
+        name, is_jax = orbax_json.param_name(info.keys), info.python_type == "jax.Array"
+        written = ""
+        if info.chunk_shape is not None:
+            shape = _arrays.forms.stored_form(info)[0]
+            written = text(_arrays.layout.write_shape(info, shape))
+            impl = {"random_key_impl": info.prng_impl} if info.prng_impl else None
+            arrays.append(
+                f'{{"array_metadata":{{"param_name":{_text(name)},'
+                f'"write_shape":{written},"chunk_shape":{text(info.chunk_shape)},'
+                f'"ext_metadata":{_text(impl) if impl else "null"}}}}}'
+            )
+        if is_jax:
+            encoded = base64.urlsafe_b64encode(name.encode()).decode()
+            shardings.append(f'"{encoded}":{sharding_text(info.sharding)}')
         names = tuple([str(key.name) for key in info.keys])
         keys = ",".join([key_text(key) for key in info.keys])
-        rows.append(
-            f'{_text(str(names))}:{{"key_metadata":[{keys}],'
-            f'"value_metadata":{_value_text(info, shape_text)}}}'
+        is_empty = info.kind == "empty"
+        value_type = (EMPTIES if is_empty else _VALUE_TYPES)[info.python_type]
+        shape_field = f',"write_shape":{written}' if is_jax else ""
+        leaves.append(
+            f'{_text(str(names))}:{{"key_metadata":[{keys}],"value_metadata":{{'
+            f'"value_type":"{value_type}","skip_deserialize":{_text(is_empty)}'
+            f"{shape_field}}}}}"
         )
-    return (
-        f'{{"tree_metadata":{{{",".join(rows)}}},"use_ocdbt":true,'
+    metadata = (
+        f'{{"tree_metadata":{{{",".join(leaves)}}},"use_ocdbt":true,'
         f'"use_zarr3":{_text(zarr_version == 3)},'
         '"store_array_data_equal_to_fill_value":true,"custom_metadata":null}'
-    ).encode()
+    )
+    return TreeFiles(
+        metadata.encode(),
+        f"{{{','.join(shardings)}}}".encode(),
+        f'{{"array_metadatas":[{",".join(arrays)}]}}'.encode(),
+    )
 
 
 def _key_text(key: _state.tree.Key) -> str:
     return _text({"key": str(key.name), "key_type": 1 if key.kind == "index" else 2})
-
-
-def _value_text(info: LeafInfo, shape_text: Callable[[Shape], str]) -> str:
-    if info.kind == "empty":
-        value_type = EMPTIES[info.python_type]
-        return f'{{"value_type":"{value_type}","skip_deserialize":true}}'
-    if info.python_type == "jax.Array":
-        shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])
-        return (
-            '{"value_type":"jax.Array","skip_deserialize":false,'
-            f'"write_shape":{shape_text(shape)}}}'
-        )
-    value_type = _VALUE_TYPES[info.python_type]
-    return f'{{"value_type":"{value_type}","skip_deserialize":false}}'
 
 
 class TreeMetadataRow(NamedTuple):
@@ -187,7 +212,7 @@ class TreeMetadata(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TreeMetadata:
-        """Parses the content, of which `tree_metadata` is the inverse."""
+        """Parses the content, of which `tree_files` is the inverse."""
         ocdbt = data.get("use_ocdbt")
         return cls(
             [
@@ -219,17 +244,6 @@ def _parse_keys(row: Any) -> tuple[_state.tree.Key, ...]:
 
 
 # ---- _sharding ----------------------------------------------------------------------
-
-
-def shardings(infos: Iterable[LeafInfo]) -> bytes:
-    """Returns the content of `_sharding`, Orbax's default shardings on a restore."""
-    sharding_text = functools.cache(lambda sharding: _text(_text(_sharding(sharding))))
-    rows = []
-    for info in infos:
-        if info.python_type == "jax.Array":
-            name = base64.urlsafe_b64encode(orbax_json.param_name(info.keys).encode())
-            rows.append(f'"{name.decode()}":{sharding_text(info.sharding)}')
-    return f"{{{','.join(rows)}}}".encode()
 
 
 def _sharding(sharding: Sharding | None) -> JSON:
@@ -335,25 +349,6 @@ def _parse_split(text: str) -> Split | None:
 _MAX_AXES = 64
 
 # ---- array_metadatas and _strings.json ----------------------------------------------
-
-
-def array_metadatas(infos: Iterable[LeafInfo]) -> bytes:
-    """Returns the content of `array_metadatas/process_0`."""
-    shape_text = functools.cache(_text)
-    rows = []
-    for info in infos:
-        if info.chunk_shape is None:
-            continue
-        shape = _arrays.layout.write_shape(info, _arrays.forms.stored_form(info)[0])
-        impl = info.prng_impl
-        extra = {"random_key_impl": impl} if impl else None
-        rows.append(
-            f'{{"array_metadata":{{"param_name":{_text(orbax_json.param_name(info.keys))},'
-            f'"write_shape":{shape_text(shape)},'
-            f'"chunk_shape":{shape_text(info.chunk_shape)},'
-            f'"ext_metadata":{_text(extra) if extra else "null"}}}}}'
-        )
-    return f'{{"array_metadatas":[{",".join(rows)}]}}'.encode()
 
 
 def parse_impls(data: Mapping[str, Any]) -> dict[str, str]:

@@ -224,7 +224,10 @@ class Leaf:
     @property
     def unsupported(self) -> Unsupported | None:
         """The reason why the leaf cannot be read or computed, or None."""
-        return next((s.unsupported for s in self.stored if s.unsupported), None)
+        for source in self.sources:
+            if isinstance(source, StoredLeaf) and source.unsupported:
+                return source.unsupported
+        return None
 
 
 LeafTable: TypeAlias = dict[LeafPath, Leaf]

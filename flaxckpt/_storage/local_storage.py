@@ -142,19 +142,14 @@ class LocalStorage:
                 )
             return content
 
-    @contextlib.contextmanager
     def open_file(
         self, file: Path, /, *, buffer_bytes: int = 2**13
-    ) -> Iterator[io.BufferedReader]:
+    ) -> io.BufferedReader:
         try:
             descriptor = files.open_regular_file(file)
         except ValueError as error:
             raise errors.DamagedCheckpointError(str(error)) from None
-        try:
-            with io.FileIO(descriptor, closefd=False) as opened:
-                yield io.BufferedReader(opened, buffer_bytes)
-        finally:
-            os.close(descriptor)
+        return io.BufferedReader(io.FileIO(descriptor), buffer_bytes)
 
     def digest_file(self, file: Path, /, *, max_bytes: int) -> str | None:
         with self.open_file(file) as opened:

@@ -107,12 +107,11 @@ class ObjectStorage:
             )
         return content
 
-    @contextlib.contextmanager
     def open_file(
         self, file: RemotePath, /, *, buffer_bytes: int = 2**13
-    ) -> Iterator[io.BufferedReader]:
+    ) -> io.BufferedReader:
         # BytesIO has all methods of a BufferedReader that callers use.
-        yield cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
+        return cast("io.BufferedReader", io.BytesIO(file.read_bytes()))
 
     def digest_file(self, file: RemotePath, /, *, max_bytes: int) -> str | None:
         content = file.read_bytes()

@@ -133,7 +133,7 @@ class Storage(Protocol[_Path]):
 
     def open_file(
         self, file: _Path, /, *, buffer_bytes: int = 2**13
-    ) -> AbstractContextManager[io.BufferedReader]:
+    ) -> io.BufferedReader:
         """Opens a regular file for reading, `buffer_bytes` at a time.
 
         Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the

@@ -329,10 +329,11 @@ def decode_manifest(fields: bytes) -> Root | None:
     if kind:
         raise ValueError("it is split into several files, which is not supported")
     body.take(1)
-    if body.number():
+    [compression] = body.numbers(1)
+    if compression:
         body.take(_LEVEL_BYTES)
     files = body.files("")
-    versions = body.number()
+    [versions] = body.numbers(1)
     if not versions:
         raise ValueError("it has no version")
     body.numbers(versions)  # generations
@@ -429,9 +430,6 @@ class _Fields:
         self._at = end
         return taken
 
-    def number(self) -> int:
-        return self.numbers(1)[0]
-
     def numbers(self, count: int) -> list[int]:
         """Returns `count` numbers below 2^64; none if `count` is negative."""
         if count <= 0:
@@ -477,7 +475,7 @@ class _Fields:
 
     def files(self, base: str) -> list[_NamedFile]:
         """Returns a table of files, which are in the directory `base`."""
-        count = self.number()
+        [count] = self.numbers(1)
         shared, lengths = self.numbers(count - 1), self.numbers(count)
         bases = self.numbers(count)
         files = []
@@ -492,7 +490,7 @@ class _Fields:
         """Checks the height of a node; returns its files and the number of keys."""
         if self.take(1)[0] != height:
             raise ValueError(f"it has another height than {height}")
-        files, count = self.files(base), self.number()
+        files, [count] = self.files(base), self.numbers(1)
         if not 1 <= count <= _MAX_ENTRIES:
             raise ValueError(f"it has {count} keys, wanted 1 to {_MAX_ENTRIES}")
         return files, count

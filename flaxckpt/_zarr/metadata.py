@@ -115,6 +115,7 @@ class RawArray(NamedTuple):
     sizes: Mapping[str, int] | None = None
 
 
+@functools.lru_cache(maxsize=1024)  # many arrays are alike
 def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
     """Returns True if chunks hold the values as in memory, without encoding."""
     return (
