@@ -30,6 +30,7 @@ from flaxckpt._state.leaf import (
     LeafInfo,
     LeafTable,
     MeshAxes,
+    StoredLeaf,
 )
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PyTree
@@ -225,8 +226,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
             wanted = dataclasses.replace(wanted, sharding=None)
         if problem := find_unreadable(wanted, leaf):
             problems.append(problem)
-        size = builder.add(leaf, wanted)
-        leaves[path] = _leaf_plan(wanted, leaf, path, size)
+        leaves[path] = builder.add(leaf, wanted, path)
     structure = _state.containers.build(stored.structure, stored.table, table)
     plan = RestorePlan(
         path=stored.metadata.path,
@@ -255,10 +255,15 @@ class _RecipeBuilder:
         self._numbers: list[ComputedNumber] = []
         self._seen: set[int] = set()  # sources of computed leaves, already counted
 
-    def add(self, leaf: Leaf, wanted: LeafInfo) -> int:
-        """Adds the restore of a leaf as `wanted`; returns the bytes to read here."""
-        path = wanted.path
+    def add(self, leaf: Leaf, wanted: LeafInfo, source_path: LeafPath) -> LeafPlan:
+        """Adds the restore of `leaf`, found at `source_path`, as `wanted`."""
         stored = leaf.stored
+        size = self._add(leaf, wanted, stored)
+        return _leaf_plan(wanted, leaf, stored, source_path, size)
+
+    def _add(self, leaf: Leaf, wanted: LeafInfo, stored: Sequence[StoredLeaf]) -> int:
+        """Adds the restore of a leaf; returns the bytes to read here."""
+        path = wanted.path
         if leaf.fn is not None:
             computed = wanted
             if leaf.info.is_python_number and not wanted.is_python_number:
@@ -509,8 +514,7 @@ class _Planner:
         if self._options.purpose == "resume" and self._records_weak_type(leaf, source):
             is_weak = source.info.weak_type  # as after the last step
             wanted = dataclasses.replace(wanted, weak_type=is_weak)
-        size = self._builder.add(source, wanted)
-        self._leaves[path] = _leaf_plan(wanted, source, source_path, size)
+        self._leaves[path] = self._builder.add(source, wanted, source_path)
 
     def _records_weak_type(self, wanted: Leaf, found: Leaf) -> bool:
         """Returns True for an array that flaxckpt has saved as an array of jax."""
@@ -635,8 +639,7 @@ class _Planner:
             if problem := find_unreadable(wanted, leaf):
                 self._conflict(problem, wanted, leaf.info, (path,))
                 continue
-            size = self._builder.add(leaf, wanted)
-            self._leaves[path] = _leaf_plan(wanted, leaf, path, size)
+            self._leaves[path] = self._builder.add(leaf, wanted, path)
         return places.keys(), set(homeless)
 
     def _report_unknown(self, place: LeafPath, class_name: str) -> None:
@@ -664,17 +667,19 @@ def step_counters(
 
 
 def _leaf_plan(
-    wanted: LeafInfo, leaf: Leaf, source_path: LeafPath, size: int
+    wanted: LeafInfo,
+    leaf: Leaf,
+    sources: Sequence[StoredLeaf],
+    source_path: LeafPath,
+    size: int,
 ) -> LeafPlan:
     """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
-    sources = [source.info for source in leaf.stored]
     if not sources:  # a transform made the leaf without stored sources
         return LeafPlan(("init",), (), wanted, leaf.info, size, leaf.transforms)
-    stored = sources[0]
+    stored = sources[0].info
     actions: tuple[Action, ...] = ("loaded",)
-    # A Python number has no width.
-    has_width = wanted.kind in ("array", "scalar") and not wanted.is_python_number
-    if has_width and wanted.dtype != stored.dtype:
+    is_cast = wanted.dtype != stored.dtype and wanted.kind in ("array", "scalar")
+    if is_cast and not wanted.is_python_number:  # which has no width
         actions += ("cast",)
     if source_path != stored.path:
         actions += ("renamed",)
@@ -688,7 +693,7 @@ def _leaf_plan(
         and _trim_axes(wanted.mesh_axes) != _trim_axes(stored.mesh_axes)
     ):
         actions += ("resharded",)
-    paths = tuple([info.path for info in sources])
+    paths = tuple([source.info.path for source in sources])
     return LeafPlan(actions, paths, wanted, stored, size, leaf.transforms)
 
 

@@ -237,10 +237,9 @@ def listing_cache(path: Path) -> contextlib.AbstractContextManager[None]:
 
 def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
     """Reads small files of one object store at once; see `Bucket.read_ahead`."""
-    remote = [file for file in files if is_remote(file)]
-    if remote:
-        return remote[0].store.read_ahead([file.key for file in remote])
-    return contextlib.nullcontext()
+    if not files or not is_remote(first := files[0]):
+        return contextlib.nullcontext()
+    return first.store.read_ahead([file.key for file in files if is_remote(file)])
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
