@@ -241,10 +241,7 @@ def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
 
 
 def _find_step(flat: _state.flax_state.FlatState, paths: Set[LeafPath]) -> int | None:
-    """Returns the value of the step counters at `paths`; None without any.
-
-    Raises OptionError if they disagree.
-    """
+    """Returns the value of the step counters at `paths`; None without any."""
     counters = {
         path: set(np.asarray(flat.table[path].source).ravel().tolist())
         for path in paths
@@ -637,10 +634,7 @@ def _convert_numbers(
     numbers: Sequence[planner.ComputedNumber],
     values: Mapping[LeafPath, Any],
 ) -> dict[LeafPath, Any]:
-    """Returns computed Python numbers, converted to the leaves of the state.
-
-    Raises RestoreMismatchError if numbers are too large for the wanted types.
-    """
+    """Returns computed Python numbers, converted to the leaves of the state."""
     placed = {}
     too_large = []
     for found, wanted in numbers:

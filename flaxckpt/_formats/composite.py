@@ -280,10 +280,7 @@ def _read_json(path: Path, item: str, value: JSON) -> Stored:
 def _walk(
     value: JSON, keys: tuple[_state.tree.Key, ...]
 ) -> Iterator[tuple[tuple[_state.tree.Key, ...], JSON]]:
-    """Yields the leaves and empty containers of JSON, with their keys.
-
-    Raises ValueError if a value cannot be a leaf.
-    """
+    """Yields the leaves and empty containers of JSON, with their keys."""
     if len(keys) > _state.tree.MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {_state.tree.MAX_DEPTH} levels")
     if isinstance(value, dict) and value:

@@ -175,10 +175,7 @@ def _evidence_of_metrics(path: Path) -> str | None:
 
 
 def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
-    """Returns True if `metrics` match a recorded digest, or none was recorded.
-
-    Raises DamagedCheckpointError if they were recorded for another step than `step`.
-    """
+    """Returns True if `metrics` match a recorded digest, or none was recorded."""
     file = path / METRICS_DIGESTS
     if not _storage.of(path).exists(file):
         return True

@@ -164,10 +164,7 @@ def _check_deletable(path: Path, item: str, stored: Stored) -> None:
 
 @contextlib.contextmanager
 def _change(path: Path, action: str) -> Iterator[None]:
-    """Converts OSError and ValueError of the block to SaveFailedError.
-
-    Raises SaveFailedError if the step could not be changed.
-    """
+    """Converts OSError and ValueError of the block to SaveFailedError."""
     try:
         yield
     except (OSError, ValueError) as error:

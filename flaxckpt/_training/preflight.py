@@ -112,10 +112,7 @@ def max_kept(keep: Sequence[PreservationPolicy]) -> int | None:
 
 
 def _report(directory: Path, preflight: Preflight) -> None:
-    """Logs the expected saves, and warns of unlimited saves.
-
-    Raises SaveFailedError if the directory has not enough space.
-    """
+    """Logs the expected saves, and warns of unlimited saves."""
     size = _util.humanize.size(preflight.bytes)
     free = _util.humanize.size(preflight.free_bytes)
     _log.info(

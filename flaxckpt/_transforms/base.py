@@ -145,10 +145,7 @@ def _shown(transform: object) -> str:
 
 
 def _with_containers(table: LeafTable) -> LeafTable:
-    """Returns the table without the empty containers that now have leaves.
-
-    Raises OptionError if a leaf has the path of a container.
-    """
+    """Returns the table without the empty containers that now have leaves."""
     containers = {
         beginning for path in table for beginning in _state.tree.prefixes(path)
     }

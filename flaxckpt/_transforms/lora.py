@@ -134,10 +134,7 @@ class _MergeLora(TableTransform):
         config: Mapping[str, Any],
         matcher: bounded_pattern.Matcher,
     ) -> Callable[..., jax.Array]:
-        """Returns the function from a base leaf and its adapter to the updated leaf.
-
-        Raises ValueError if the adapter does not fit, or its scale is unknown.
-        """
+        """Returns the function from a base leaf and its adapter to the updated leaf."""
         infos = [table[path].info for path in adapter[-3:]]
         if any(_state.dtypes.kind(info.dtype or "") != "float" for info in infos):
             raise ValueError("wanted floats: dequantize them first")

@@ -260,10 +260,7 @@ class Remap(TableTransform):
     def _without_ignored(
         self, table: LeafTable, chosen: Container[LeafPath]
     ) -> LeafTable:
-        """Returns the table without ignored leaves.
-
-        Raises OptionError if there are others, neither ignored nor moments.
-        """
+        """Returns the table without ignored leaves."""
         shared = _common_root([rule.source.beginning for rule in self.rules])
         within = shared if self.within is None else self.within
         others = [

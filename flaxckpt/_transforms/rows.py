@@ -371,10 +371,7 @@ def _renaming(
 def _resolve_ambiguous(
     mirrored: Mirrors, chosen: Mapping[LeafPath, LeafPath]
 ) -> dict[LeafPath, Mirror]:
-    """Returns mirrors with several possible parameters, all of them chosen.
-
-    Raises OptionError if only some of them are chosen.
-    """
+    """Returns mirrors with several possible parameters, all of them chosen."""
     agreed = {}
     faults = {}
     for path, (slot, candidates) in mirrored.unclear.items():

@@ -199,10 +199,7 @@ class FirstMessages(logging.Filter):
 
 @contextlib.contextmanager
 def _error_report() -> Iterator[None]:
-    """Prints an error to stderr and exits with the exit code of the error.
-
-    Raises Exit if the block raised an error.
-    """
+    """Prints an error to stderr and exits with the exit code of the error."""
     try:
         yield
     except BrokenPipeError:  # the reader has closed the pipe

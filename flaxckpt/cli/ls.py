@@ -118,10 +118,7 @@ def _name(step: Step) -> str:
 
 
 def _sort(steps: Sequence[Step], key: str) -> list[Step]:
-    """Returns the steps in ascending order of `key`, steps without a value first.
-
-    Raises OptionError if no step has the metric `key`.
-    """
+    """Returns the steps in ascending order of `key`, steps without a value first."""
     attributes: dict[str, Callable[[Step], float | None]] = {
         "step": lambda step: step.step,
         "saved": lambda step: step.created,

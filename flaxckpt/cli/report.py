@@ -89,12 +89,7 @@ def report(
 
 
 def _destination(path: str, output: str | None) -> Path:
-    """Returns the path of the page.
-
-    Raises OptionError if the path is inside a checkpoint, names another kind of file or
-    an existing one that is not an HTML page, or is in the run directory without
-    `output`.
-    """
+    """Returns the path of the page."""
     from flaxckpt import _formats, _storage
 
     root = _storage.paths.resolve(path)

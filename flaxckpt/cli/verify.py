@@ -139,10 +139,7 @@ def _advise_to_mark(reports: Sequence[VerifyReport]) -> None:
 def _mark(
     reports: Sequence[VerifyReport], step_format: str | None, *, quiet: bool
 ) -> None:
-    """Marks damaged steps, unmarks good ones, and shows which were marked before.
-
-    Raises OptionError if a report is not on a step of a run.
-    """
+    """Marks damaged steps, unmarks good ones, and shows which were marked before."""
     from flaxckpt import _inspect
 
     for report in reports:

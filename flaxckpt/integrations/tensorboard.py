@@ -106,10 +106,7 @@ class EventFiles:
 
 
 def _events(file: BinaryIO) -> Iterator[Any]:
-    """Yields all complete events; stops at an event that is still being written.
-
-    Raises ValueError for a damaged event.
-    """
+    """Yields all complete events; stops at an event that is still being written."""
     size = os.fstat(file.fileno()).st_size
     while len(header := file.read(_HEADER.size)) == _HEADER.size:
         length, checksum = _HEADER.unpack(header)

@@ -416,10 +416,7 @@ def _make_tensor(name: str, shape: Shape, number: int, offset: int) -> GgufTenso
 def _place(
     tensors: Mapping[str, GgufTensor], start: int, alignment: int, file_size: int
 ) -> dict[str, GgufTensor]:
-    """Returns tensors with offsets from the start of the file.
-
-    Raises ValueError for tensors that overlap, are not aligned, or beyond the end.
-    """
+    """Returns tensors with offsets from the start of the file."""
     placed: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():
         if tensor.offset % alignment:
