@@ -226,14 +226,13 @@ def replacing(
 ) -> contextlib.AbstractContextManager[Transaction]:
     """Begins the checkpoint `final`, which gets the pin of one that it replaces.
 
-    `check` raises an error if an existing checkpoint in a store may not be replaced.
+    `check` raises an error if an existing checkpoint may not be replaced.
     """
     return _storage.transaction.begin(
         final,
         overwrite=overwrite,
         keep=_steps.markers.PIN.__eq__,
         check=check,
-        publish=functools.partial(publish, overwrite=overwrite),
         mode=mode,
     )
 
@@ -359,31 +358,6 @@ def commit_files(
 
     size, stamp = transaction.commit(marker, close)
     return WrittenFiles(size, linkable_arrays(snapshot, stamp))
-
-
-def publish(temporary: Path, final: Path, *, overwrite: bool) -> None:
-    """Renames the finished directory `temporary` to `final`, durably."""
-    if overwrite and final.exists():
-        # Other files may have appeared there since the save began.
-        check_replaceable(final)
-        aside = _storage.temporary.new_path(final, _storage.temporary.REPLACED)
-        with _storage.temporary.claim(final):
-            _copy_pin(final, temporary)  # a crash may follow the exchange at once
-            _storage.rename.exchange(temporary, final, aside)
-        try:
-            _copy_pin(temporary, final)
-        except OSError as error:
-            raise errors.SaveFailedError(
-                f"{final} was saved, but its pin was lost: {error}; pin the step again"
-            ) from error
-    else:
-        _storage.rename.publish(temporary, final)
-
-
-def _copy_pin(replaced: Path, new: Path) -> None:
-    """Pins a checkpoint if the one that it replaces was pinned during the save."""
-    if _steps.markers.is_pinned(replaced) and not _steps.markers.is_pinned(new):
-        _steps.markers.pin(new)
 
 
 def linkable_arrays(

@@ -105,18 +105,20 @@ class _Renamed(Transaction):
         self,
         directory: Path,
         final: Path,
-        publish: Callable[[Path, Path], object],
         mode: int | None,
+        keep: Callable[[str], bool] | None,
+        check: Callable[[Path], object],
     ) -> None:
         super().__init__(directory)
         self._final = final
-        self._publish = publish
         self._mode = mode
+        self._keep = keep
+        self._check = check
 
     def commit(
         self, marker: bytes | None, before: Callable[[], object] = lambda: None
     ) -> Committed:
-        directory = self.directory
+        directory, final = self.directory, self._final
         if marker is not None:
             storage.LOCAL.write(directory / MARKER, marker)
         if self._mode is not None:
@@ -125,9 +127,34 @@ class _Renamed(Transaction):
         manifest = storage.stamp(directory / MANIFEST)
         before()
         temporary.check_claim(directory)
-        self._publish(directory, self._final)
-        path = self._final / MANIFEST
-        return Committed(size, manifest._replace(path=path))
+        if self._keep is not None and final.exists():
+            self._replace(self._keep)
+        else:
+            rename.publish(directory, final)
+        return Committed(size, manifest._replace(path=final / MANIFEST))
+
+    def _replace(self, keep: Callable[[str], bool]) -> None:
+        directory, final = self.directory, self._final
+        self._check(final)  # again: files may have appeared since the save began
+        aside = temporary.new_path(final, temporary.REPLACED)
+        with temporary.claim(final):
+            _carry(final, directory, keep)  # a crash may follow the exchange at once
+            rename.exchange(directory, final, aside)
+        try:
+            _carry(directory, final, keep)
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"{final} was saved, but its pin was lost: {error}; pin the step again"
+            ) from error
+
+
+def _carry(replaced: Path, new: Path, keep: Callable[[str], bool]) -> None:
+    """Copies files of a replaced checkpoint that the new one has to keep."""
+    for name in filter(keep, storage.LOCAL.names(replaced)):
+        if not (new / name).exists():
+            content = (replaced / name).read_bytes()
+            mode = modes.of_directory(new)
+            storage.LOCAL.replace(new / name, content, mode=mode)
 
 
 class _Marked(Transaction):
@@ -149,7 +176,6 @@ def begin(
     overwrite: bool = False,
     keep: Callable[[str], bool] = lambda name: False,
     check: Callable[[Path], object] = lambda path: None,
-    publish: Callable[[Path, Path], object] = rename.publish,
     mode: int | None = None,
 ) -> Iterator[Transaction]:
     """Begins the checkpoint `final`; rolls it back at the end unless committed.
@@ -158,10 +184,10 @@ def begin(
 
     Args:
         final: The checkpoint.
-        overwrite: Whether an object store may remove an existing checkpoint at once.
-        keep: Selects files of the checkpoint removed so, to be kept, by name.
-        check: Called with the checkpoint before it is removed so; raises to keep it.
-        publish: Renames the directory to `final`, in a file system.
+        overwrite: Whether to replace an existing checkpoint: in an object store at
+            once, in a file system at the commit.
+        keep: Selects files of the replaced checkpoint, by name, for the new one.
+        check: Called with the checkpoint before it is replaced; raises to keep it.
         mode: The mode of all directories, from which the mode of all files follows;
             None for the umask's. Until the commit, only this user opens them.
 
@@ -178,7 +204,7 @@ def begin(
         return
     temporary.sweep(final.parent, lambda name: name == final.name)
     with temporary.new_directory(final, mode) as directory:
-        yield _Renamed(directory, final, publish, mode)
+        yield _Renamed(directory, final, mode, keep if overwrite else None, check)
 
 
 # ---- checkpoints that exist -------------------------------------------------------

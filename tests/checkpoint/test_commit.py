@@ -253,25 +253,33 @@ def make(path, content):
     return path
 
 
+def publish(new, final, *, overwrite):
+    """Commits the files of `new` as the checkpoint `final`."""
+    with commit.replacing(final, overwrite=overwrite) as transaction:
+        for file in new.iterdir():
+            file.rename(transaction.directory / file.name)
+        transaction.commit(None)
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_publish_renames_finished_directory(tmp_path, is_there):
     new, final = make(tmp_path / "new", 2.0), tmp_path / "c"
     if is_there:
         make(final, 1.0)
         with pytest.raises(errors.CheckpointExistsError):
-            commit.publish(new, final, overwrite=False)
+            publish(make(tmp_path / "other", 3.0), final, overwrite=False)
         assert flaxckpt.load(final)["w"][0] == 1.0
-    commit.publish(new, final, overwrite=is_there)
+    publish(new, final, overwrite=is_there)
     assert not (final / "TEMPORARY").exists()
     assert flaxckpt.load(final)["w"][0] == 2.0
-    assert new.exists() is is_there, "the old one, under the other name"
+    assert not list(tmp_path.glob("c.*")), "neither the old one nor the new"
 
 
 def test_publish_keeps_files_added_meanwhile(tmp_path):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     (final / "notes.txt").write_text("mine")
     with pytest.raises(errors.CheckpointExistsError, match=r"notes\.txt"):
-        commit.publish(new, final, overwrite=True)
+        publish(new, final, overwrite=True)
     assert (final / "notes.txt").read_text() == "mine"
 
 
@@ -280,7 +288,7 @@ def test_publish_keeps_pin_added_meanwhile(tmp_path, is_pinned):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     if is_pinned:
         run_files.pin(final)
-    commit.publish(new, final, overwrite=True)
+    publish(new, final, overwrite=True)
     assert flaxckpt.load(final)["w"][0] == 2.0
     assert run_files.is_pinned(final) is is_pinned
 
@@ -299,7 +307,7 @@ def pin_in_the_exchange(monkeypatch):
 def test_publish_keeps_pin_added_during_exchange(tmp_path, monkeypatch):
     new, final = make(tmp_path / "new", 2.0), make(tmp_path / "c", 1.0)
     pin_in_the_exchange(monkeypatch)
-    commit.publish(new, final, overwrite=True)
+    publish(new, final, overwrite=True)
     assert flaxckpt.load(final)["w"][0] == 2.0
     assert run_files.is_pinned(final)
 
@@ -311,20 +319,21 @@ def test_publish_raises_error_if_pin_cannot_be_kept(tmp_path, monkeypatch, is_la
         pin_in_the_exchange(monkeypatch)
     else:
         run_files.pin(final)
-    real = LOCAL.replace
+    real, pinned = LOCAL.replace, []
 
     def fail(path, content, **options):
-        if not is_late or run_files.is_pinned(new):  # the old one, if late
+        if not is_late or pinned:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        pinned.append(path)  # by the other process
         real(path, content, **options)
 
     seams.replace(monkeypatch, "disk.replace", fail)
     if is_late:
         with pytest.raises(errors.SaveFailedError, match="saved, but its pin was lost"):
-            commit.publish(new, final, overwrite=True)
+            publish(new, final, overwrite=True)
     else:
         with pytest.raises(OSError, match="No space left"):
-            commit.publish(new, final, overwrite=True)
+            publish(new, final, overwrite=True)
     assert flaxckpt.load(final)["w"][0] == (2.0 if is_late else 1.0)
 
 
@@ -333,7 +342,7 @@ def test_publish_does_not_rewrite_pin_of_new_step(tmp_path):
     for path in (new, final):
         run_files.pin(path)
     before = (new / run_files.PIN).stat().st_ino
-    commit.publish(new, final, overwrite=True)
+    publish(new, final, overwrite=True)
     assert (final / run_files.PIN).stat().st_ino == before
 
 

@@ -34,7 +34,6 @@ SEAMS = {
     "chunk_file.verify_mapped": "_zarr.chunk_file:verify_mapped",
     "chunk_file.write": "_zarr.chunk_file:write",
     "chunks_to_write.has_same_source": "_arrays.chunks_to_write:has_same_source",
-    "commit.publish": "_checkpoint.commit:publish",
     "commit.write_files": "_checkpoint.commit:write_files",
     "commit_marker.commit": "_storage.commit_marker:commit",
     "commit_marker.lock_around": "_storage.commit_marker:_lock_around",

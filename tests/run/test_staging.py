@@ -298,7 +298,7 @@ def test_uploads_changes_made_during_upload(tmp_path, monkeypatch):
 
 def test_upload_waits_for_save_renaming_its_step(tmp_path, monkeypatch):
     """The upload of an earlier step may find a step before its save has ended."""
-    real = seams.current("commit.publish")
+    real = seams.current("rename.publish")
     told = []
     with flaxckpt.Checkpointer(
         tmp_path / "run", staging=tmp_path / "ssd", sinks=[told.append]
@@ -309,7 +309,7 @@ def test_upload_waits_for_save_renaming_its_step(tmp_path, monkeypatch):
             ckpt._run.uploads.start()
             time.sleep(0.5)  # the upload comes to the step, which is still claimed
 
-        seams.replace(monkeypatch, "commit.publish", publish)
+        seams.replace(monkeypatch, "rename.publish", publish)
         ckpt.save(1, state(1)).wait()
     assert [event.kind for event in told if event.kind in ("uploaded", "failed")] == [
         "uploaded"

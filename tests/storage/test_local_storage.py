@@ -534,20 +534,27 @@ def test_withdraw_name_is_durable(tmp_path, disk):
     assert disk.synced == ["."]
 
 
-def commit(final, publish=rename.publish, *, before=lambda: None, mode=None):
-    with transaction.begin(final, publish=publish, mode=mode) as new:
+def commit(final, *, before=lambda: None, mode=None):
+    with transaction.begin(final, mode=mode) as new:
         make(new.directory, state__w=b"12345")
         return new.commit(b"{}", before).size
 
 
-def test_checkpoint_is_durable_before_it_gets_its_name(tmp_path, disk):
+def before_publishing(monkeypatch, call):
+    """Calls a function with a finished checkpoint just before it gets its name."""
+    real = rename.publish
+
+    def publish(new, final):
+        call(new)
+        real(new, final)
+
+    seams.replace(monkeypatch, "rename.publish", publish)
+
+
+def test_checkpoint_is_durable_before_it_gets_its_name(tmp_path, disk, monkeypatch):
     final, at_publish, at_before = tmp_path / "7", [], []
-
-    def publish(new, path):
-        at_publish.extend(disk.synced)
-        rename.publish(new, path)
-
-    assert commit(final, publish, before=lambda: at_before.extend(disk.synced)) == 7
+    before_publishing(monkeypatch, lambda _: at_publish.extend(disk.synced))
+    assert commit(final, before=lambda: at_before.extend(disk.synced)) == 7
     new = next(name for name in at_publish if "/" not in name)
     files = {commit_marker.MARKER, "state", "state/w"}
     assert {*at_publish} == {new, *(f"{new}/{name}" for name in files)}
@@ -568,15 +575,15 @@ def test_does_not_publish_swept_checkpoint(tmp_path):
     assert LOCAL.names(tmp_path) == ["swept"]
 
 
-def test_checkpoint_has_mode_before_rename(tmp_path, umask):
+def test_checkpoint_has_mode_before_rename(tmp_path, umask, monkeypatch):
     found = []
 
-    def publish(new, path):
+    def look(new):
         found.append([permissions(new / name) for name in ("", "state", "state/w")])
-        rename.publish(new, path)
 
-    commit(tmp_path / "7", publish, mode=0o750)
-    commit(tmp_path / "8", publish)
+    before_publishing(monkeypatch, look)
+    commit(tmp_path / "7", mode=0o750)
+    commit(tmp_path / "8")
     assert found == [[0o750, 0o750, 0o640], [0o755, 0o755, 0o644]]
     assert permissions(tmp_path / "7") == 0o750
     assert permissions(tmp_path / "8") == 0o755
@@ -597,16 +604,13 @@ def copy(source, final, is_wanted=lambda name: True, markers=None, **options):
         return new.commit(marker).size
 
 
-def test_copy_is_durable_before_it_gets_its_name(tmp_path, disk, umask):
+def test_copy_is_durable_before_it_gets_its_name(tmp_path, disk, umask, monkeypatch):
     source = make(tmp_path / "7", a__b=b"123", c=b"4", d__e__f=b"5")
     (source / "empty").mkdir()
     at_publish = []
-
-    def publish(new, final):
-        at_publish.extend(disk.synced)
-        rename.publish(new, final)
-
-    size = copy(source, tmp_path / "8", markers={"PINNED": b"1\n"}, publish=publish)
+    before_publishing(monkeypatch, lambda _: at_publish.extend(disk.synced))
+    size = copy(source, tmp_path / "8", markers={"PINNED": b"1\n"})
+    monkeypatch.undo()
     assert size == 7
     assert sorted(listing.files_below(tmp_path / "8")) == [
         "PINNED",
