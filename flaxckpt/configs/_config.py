@@ -26,7 +26,6 @@ from flaxckpt._training.callback import CheckpointCallback
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout
 from flaxckpt.configs import _parsing, _policies
-from flaxckpt.configs._parsing import Parser
 from flaxckpt.policies import PreservationPolicy
 from flaxckpt.transforms import Transform, cast
 
@@ -252,19 +251,10 @@ class CheckpointConfig:
 
 # ---- reading options -----------------------------------------------------------------
 
-_CAST_PARSERS: Mapping[str, Parser] = {
-    "pattern": _parsing.text,
-    "dtype": _parsing.text,
-    "lossy": _parsing.boolean,
-}
-_LAYOUT_PARSERS: Mapping[str, Parser] = {
-    "chunk_bytes": _parsing.bytes_,
-    "store": _parsing.one_of("auto", "files", "ocdbt"),
-    "codec": _parsing.one_of("none", "compact", "zstd"),
-    "checksum": _parsing.boolean,
-    "zarr_version": _parsing.one_of(2, 3),
-    "shard_axes": _parsing.axes,
-}
+_CAST_PARSERS = _parsing.by_field(Cast)
+_LAYOUT_PARSERS = _parsing.by_field(
+    ArrayLayout, chunk_bytes=_parsing.bytes_, shard_axes=_parsing.axes
+)
 
 
 def _items(key: str, value: Any) -> str | tuple[str, ...]:
@@ -285,46 +275,30 @@ def _source_map(key: str, value: Any) -> str:
     return name
 
 
-_PARSERS: Mapping[str, Parser] = {
-    "directory": _parsing.optional(_parsing.path),
-    "keep": _parsing.each(_policies.parse),
-    "keep_dataset": _parsing.each(_policies.parse),
-    "keep_items": _parsing.by_name(_parsing.each(_policies.parse)),
-    "items": _items,
-    "dataset_item": _parsing.text,
-    "layout": _parsing.record(ArrayLayout, _LAYOUT_PARSERS),
-    "save_dtype": _parsing.each(_parsing.record(Cast, _CAST_PARSERS)),
-    "max_concurrent_bytes": _parsing.bytes_,
-    "snapshot": _parsing.one_of("host", "device", "auto"),
-    "step_format": _step_format,
-    "read_only": _parsing.boolean,
-    "peer_timeout_secs": _parsing.secs,
-    "read_once": _parsing.boolean,
-    "staging": _parsing.optional(_parsing.path),
-    "keep_staging": _parsing.each(_policies.parse),
-    "staging_copies": _parsing.whole(0),
-    "peer_network": _parsing.optional(_parsing.text),
-    "peer_certificate": _parsing.optional(_parsing.path),
-    "permissions": _parsing.mode,
-    "every_steps": _parsing.optional(_parsing.whole(1)),
-    "every_secs": _parsing.optional(_parsing.secs),
-    "overhead": _parsing.optional(_parsing.fraction),
-    "mtbf_secs": _parsing.optional(_parsing.secs),
-    "temporary": _parsing.boolean,
-    "on_steps": _parsing.steps,
-    "on_preemption": _parsing.boolean,
-    "grace_secs": _parsing.optional(_parsing.secs),
-    "exit_code": _parsing.optional(_parsing.whole(0), none="none"),
-    "save_first": _parsing.boolean,
-    "save_last": _parsing.boolean,
-    "step_is": _parsing.one_of("completed", "index"),
-    "check_step": _parsing.boolean,
-    "preflight": _parsing.one_of(True, False, "warn"),
-    "statistics": _parsing.boolean,
-    "source": _parsing.optional(_parsing.path),
-    "source_step": _parsing.optional(_parsing.whole(0)),
-    "source_map": _parsing.optional(_source_map),
-}
+_PARSERS = _parsing.by_field(
+    CheckpointConfig,
+    directory=_parsing.optional(_parsing.path),
+    keep=_parsing.each(_policies.parse),
+    keep_dataset=_parsing.each(_policies.parse),
+    keep_items=_parsing.by_name(_parsing.each(_policies.parse)),
+    items=_items,
+    layout=_parsing.record(ArrayLayout, _LAYOUT_PARSERS),
+    save_dtype=_parsing.each(_parsing.record(Cast, _CAST_PARSERS)),
+    max_concurrent_bytes=_parsing.bytes_,
+    step_format=_step_format,
+    staging=_parsing.optional(_parsing.path),
+    keep_staging=_parsing.each(_policies.parse),
+    staging_copies=_parsing.whole(0),
+    peer_certificate=_parsing.optional(_parsing.path),
+    permissions=_parsing.mode,
+    overhead=_parsing.optional(_parsing.fraction),
+    on_steps=_parsing.steps,
+    exit_code=_parsing.optional(_parsing.whole(0), none="none"),
+    preflight=_parsing.one_of(True, False, "warn"),
+    source=_parsing.optional(_parsing.path),
+    source_step=_parsing.optional(_parsing.whole(0)),
+    source_map=_parsing.optional(_source_map),
+)
 
 # ---- writing options -----------------------------------------------------------------
 

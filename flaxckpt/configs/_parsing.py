@@ -15,9 +15,11 @@ import operator
 import os
 import re
 import tomllib
+import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 from flaxckpt import _storage, errors
 
@@ -201,6 +203,38 @@ def axes(key: str, value: Any) -> int | tuple[int, ...]:
 
     is_list = isinstance(value, Collection) and not isinstance(value, str | bytes)
     return each(axis)(key, value) if is_list else axis(key, value)
+
+
+# ---- by types ------------------------------------------------------------------------
+
+_PARSERS: Mapping[Any, Parser] = {
+    bool: boolean,
+    int: whole(1),
+    float: secs,
+    str: text,
+    Collection[int]: steps,
+}
+"""Type of an option -> its parser; an `int` is at least 1, a `float` is seconds."""
+
+
+def by_type(kind: Any) -> Parser:
+    """Returns the parser of values of a type."""
+    kinds = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return one_of(*kinds)
+    if NoneType in kinds:
+        [kind] = {*kinds} - {NoneType}
+        return optional(by_type(kind))
+    return _PARSERS[kind]
+
+
+def by_field(cls: type[Any], **given: Parser) -> dict[str, Parser]:
+    """Returns the parser of each field of a dataclass: `given`, or by its type."""
+    kinds = typing.get_type_hints(cls)
+    return {
+        name: given[name] if name in given else by_type(kinds[name])
+        for name in names(cls)
+    }
 
 
 # ---- tables --------------------------------------------------------------------------

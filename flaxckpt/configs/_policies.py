@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Any
 
 from flaxckpt import _policy_forms, errors
 from flaxckpt.configs import _parsing
-from flaxckpt.configs._parsing import Parser
 from flaxckpt.policies import PreservationPolicy
-
-_PARSERS: Mapping[Any, Parser] = {
-    int: _parsing.whole(1),
-    float: _parsing.secs,
-    str: _parsing.text,
-    Collection[int]: _parsing.steps,
-}
-"""Type of a policy's field -> its parser; each `float` is seconds."""
-
-
-def _parser(field_type: Any) -> Parser:
-    if typing.get_origin(field_type) is Literal:
-        return _parsing.one_of(*typing.get_args(field_type))
-    return _PARSERS[field_type]
 
 
 def parse(key: str, value: Any) -> PreservationPolicy:
@@ -52,7 +36,7 @@ def parse(key: str, value: Any) -> PreservationPolicy:
         )
     form, keys = kinds[0], (kinds[0].key, *more)
     fields = {
-        field: _parser(field_type)(f"{key}.{name}", options[name])
+        field: _parsing.by_type(field_type)(f"{key}.{name}", options[name])
         for field, field_type, name in zip(form.fields, form.types, keys, strict=True)
     }
     result: PreservationPolicy = _parsing.create(key, form.cls, fields)
