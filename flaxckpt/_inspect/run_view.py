@@ -242,7 +242,7 @@ def prune(
         view = survey(run.directory, step_format)
         view.check_metrics(run.retention.rules)
         sizes = _own_sizes(view.paths, reasons)
-        decision = run.retention.to_delete()
+        decision = run.retention.decide()
         deleted = tuple(decision.doomed) if dry_run else run.prune()
         freed = None if sizes is None else sum(sizes.get(s, 0) for s in deleted)
         left = tuple(step for step in decision.doomed if step not in deleted)

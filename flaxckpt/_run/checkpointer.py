@@ -600,7 +600,7 @@ class Checkpointer(Closing):
         """
         self.wait()
         if dry_run:
-            self._run.retention.to_delete()
+            self._run.retention.decide()
             return tuple(step for step, why in self.explain().items() if not why)
         self._session.check_writable("prune")
         return self._run.prune()

@@ -87,13 +87,6 @@ class Retention:
         """
         return self.judge.explain(self.index.read(), rules).reasons
 
-    def to_delete(self) -> _Decision:
-        """Returns what `delete_unkept` would delete now.
-
-        Raises SaveFailedError if the newest step is damaged.
-        """
-        return self._decide(None)
-
     # ---- deletions -----------------------------------------------------------
 
     def delete_unkept(
@@ -124,7 +117,7 @@ class Retention:
         self, just_saved: int | None, is_awaited: Callable[[], bool]
     ) -> tuple[int, ...]:
         try:
-            decision = self._decide(just_saved)
+            decision = self.decide(just_saved)
         except Exception as error:
             if just_saved is None:
                 raise
@@ -147,8 +140,11 @@ class Retention:
             self._attempt(what, sweep)
         return deleted
 
-    def _decide(self, just_saved: int | None) -> _Decision:
-        """Returns the current decision of retention."""
+    def decide(self, just_saved: int | None = None) -> _Decision:
+        """Returns what `delete_unkept` would delete now.
+
+        Raises SaveFailedError if the newest step is damaged.
+        """
         steps = self.index.listed()
         if not self._may_delete(steps):
             steps = {}
@@ -185,7 +181,7 @@ class Retention:
             step = remaining[0]
             if not is_new and self._is_outdated(decision, step):
                 try:
-                    decision, is_new = self._decide(just_saved), True
+                    decision, is_new = self.decide(just_saved), True
                 except Exception as error:
                     _log.error("no more steps are deleted: %s", error)
                     return
