@@ -426,13 +426,14 @@ def _block(
         start // length
         for (start, _), length in zip(chunk.bounds, form.chunk_shape, strict=True)
     ]
+    n = raw.checksums.place(index)
     return Block(
         file,
         size,
         has_checksum,
         raw.checksums.segment_bytes,
-        raw.checksums.of_segments(index, size),
-        raw.checksums.of_chunk(index),
+        raw.checksums.of_segments(n, size),
+        raw.checksums.number(n),
         offset,
         chunk.key,
     )

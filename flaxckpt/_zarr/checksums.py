@@ -48,25 +48,22 @@ class ChunkChecksums(NamedTuple):
     segment_bytes: int = 0
     inner: bytes = b""
 
-    def of_chunk(self, index: Sequence[int]) -> int | None:
-        """Returns the checksum of the chunk `index`; None if not recorded."""
-        return self.number(self._number(index))
-
     def number(self, n: int) -> int | None:
         """Returns the checksum of chunk `n` in C order; None if not recorded."""
         start = n * CHECKSUM_BYTES
         part = self.whole[start : start + CHECKSUM_BYTES]
         return int.from_bytes(part, "little") if part else None
 
-    def of_segments(self, index: Sequence[int], chunk_bytes: int) -> tuple[int, ...]:
-        """Returns the checksums of the segments of a chunk, without the last."""
+    def of_segments(self, n: int, chunk_bytes: int) -> tuple[int, ...]:
+        """Returns the checksums of the segments of chunk `n`, without the last."""
         if not self.segment_bytes:
             return ()
         count = inner_count(chunk_bytes, self.segment_bytes)
-        start = self._number(index) * count * CHECKSUM_BYTES
+        start = n * count * CHECKSUM_BYTES
         return struct.unpack_from(f"<{count}I", self.inner, start)
 
-    def _number(self, index: Sequence[int]) -> int:
+    def place(self, index: Sequence[int]) -> int:
+        """Returns the number of the chunk `index` in C order."""
         number = 0
         for i, size in zip(index, self.grid, strict=True):
             number = number * size + i

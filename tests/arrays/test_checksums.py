@@ -303,7 +303,7 @@ def test_manifest_contains_checksums_of_large_chunks(tmp_path):
         assert list(found["crc32c"]) == ["w"]
         stored = flaxckpt._formats.locate.read_stored(tmp_path / str(step), None)
         recorded = stored.table["w"].sources[0].raw.checksums
-        assert recorded.of_segments((0, 0), 4 * MIB) == tuple(wanted)
+        assert recorded.of_segments(0, 4 * MIB) == tuple(wanted)
     assert "segments" not in manifest(saved(tmp_path / "small", {"b": ramp(7)}))
     for name, layout in (
         ("zstd", flaxckpt.ArrayLayout(codec="zstd")),

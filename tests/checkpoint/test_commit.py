@@ -189,7 +189,7 @@ def test_parts_of_large_chunks_have_checksums(tmp_path):
     segments = json.loads((tmp_path / "c/flaxckpt.json").read_text())["segments"]
     assert list(segments["crc32c"]) == ["w"]
     table = flaxckpt._formats.locate.read_stored(tmp_path / "c", None).table
-    inner = table["w"].sources[0].raw.checksums.of_segments((0,), 2**18)
+    inner = table["w"].sources[0].raw.checksums.of_segments(0, 2**18)
     assert len(inner) == 2**18 // segments["bytes"] - 1
 
 
