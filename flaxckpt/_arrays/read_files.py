@@ -152,8 +152,7 @@ class Database:
     def holds(self, key: str) -> bool:
         """Returns True for a value in the index; its file, if any, may be missing.
 
-        Raises:
-            ValueError: The value is missing.
+        Raises ValueError if the value is missing.
         """
         return isinstance(self._index.find(key), bytes)
 
@@ -305,8 +304,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
 def find_files(jobs: Iterable[ReadJob]) -> set[Path]:
     """Returns the files that a read opens, apart from indexes.
 
-    Raises:
-        ValueError, OSError: An index is damaged, or cannot be read.
+    Raises ValueError or OSError if an index is damaged, or cannot be read.
     """
     databases, found = Databases(), set()
     for job in jobs:

@@ -207,8 +207,7 @@ class Restores:
     ) -> list[tuple[int, Path]]:
         """Returns the steps of which the processes and the run directory have all.
 
-        Raises:
-            CheckpointNotFoundError: There are none, or not this one.
+        Raises CheckpointNotFoundError if there are none, or not this one.
         """
         assert self._run.part_tier is not None
         found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
@@ -246,11 +245,7 @@ class Restores:
         return dict(sorted(marked.items(), reverse=True))
 
     def _check_unmarked(self, newest: int, marked: _Marked) -> None:
-        """Raises an error if a step newer than `newest` has a damage marker.
-
-        Raises:
-            DamagedCheckpointError: A newer step is marked as damaged.
-        """
+        """Raises DamagedCheckpointError if a newer step has a damage marker."""
         if marked:
             raise errors.DamagedCheckpointError(
                 f"{self._run.directory} has steps newer than {newest} that are marked"

@@ -142,8 +142,7 @@ class Saves:
     ) -> SaveRequest:
         """Returns the request with the fields that depend on the steps that exist.
 
-        Raises:
-            CheckpointExistsError: The step exists and may not be replaced.
+        Raises CheckpointExistsError if the step exists and may not be replaced.
         """
         step, path = request.number, request.path
         if not self._own_steps:

@@ -108,8 +108,7 @@ def check_foreign(what: str, foreign: Sequence[str]) -> None:
 def sweep(root: Path, step_format: names.StepFormat) -> None:
     """Removes leftovers of interrupted saves and deletions under `root`.
 
-    Raises:
-        OSError: A leftover could not be removed.
+    Raises OSError if a leftover could not be removed.
     """
     _storage.transaction.sweep(root, lambda name: step_format.step(name) is not None)
 

@@ -63,8 +63,7 @@ class EventJournal:
     def write(self, event: Event) -> None:
         """Appends an event; in a store, perhaps only along with later events.
 
-        Raises:
-            OSError: The event cannot be written.
+        Raises OSError if the event cannot be written.
         """
         if not self._storage.costs_requests:
             self._append(_line(event))
@@ -108,10 +107,8 @@ def append_new_lines(journal: Path, other: Path, mode: int | None = None) -> Non
     """Appends the new lines of a journal to another journal.
 
     New lines come after the last line that both journals have. The mode of the other
-    journal follows from `mode`, that of directories.
-
-    Raises:
-        OSError: A journal cannot be read, or the other journal not written.
+    journal follows from `mode`, that of directories. Raises OSError if a journal cannot
+    be read, or the other journal not written.
     """
     lines = _last_lines(journal)
     numbers = {line: number for number, line in enumerate(lines, 1)}

@@ -383,8 +383,7 @@ def top(name: str) -> str:
 def read_parts(path: Path) -> StepParts | None:
     """Returns the parts of the step at `path`; None for a step in one directory.
 
-    Raises:
-        DamagedCheckpointError: The marker cannot be read.
+    Raises DamagedCheckpointError if the marker cannot be read.
     """
     if _storage.of(path).costs_requests:
         return None
@@ -404,8 +403,7 @@ def read_parts(path: Path) -> StepParts | None:
 def parse_parts(content: bytes) -> StepParts:
     """Returns the content of the marker of parts.
 
-    Raises:
-        ValueError: The content is malformed.
+    Raises ValueError if the content is malformed.
     """
     try:
         row = json.loads(content[:_MAX_PARTS_BYTES])

@@ -282,9 +282,8 @@ def parse(url: str) -> Path:
 def resolve(path: PathLike) -> Path:
     """Returns the absolute form of `path`, local or in an object store.
 
-    Raises:
-        OptionError: `path` is empty, has a backslash or a NUL, or is a URL of another
-            scheme.
+    Raises OptionError if `path` is empty, has a backslash or a NUL, or is a URL of
+    another scheme.
     """
     if isinstance(path, RemotePath):
         return path

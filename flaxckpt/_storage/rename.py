@@ -22,8 +22,7 @@ class NotDurableError(OSError):
 def publish(temporary: Path, final: Path) -> None:
     """Renames a finished directory to the final name, durably.
 
-    Raises:
-        CheckpointExistsError: `final` exists and is not an empty directory.
+    Raises CheckpointExistsError if `final` exists and is not an empty directory.
     """
     try:
         temporary.rename(final)
@@ -40,10 +39,8 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """Exchanges the names of a finished directory and an existing directory.
 
     A single step where the system has `renameat2`; elsewhere three, by the name
-    `aside`, and a crash between them may leave `final` without its name.
-
-    Raises:
-        NotDurableError: The exchange was done, or half of it, and may not last.
+    `aside`, and a crash between them may leave `final` without its name. Raises
+    NotDurableError if the exchange was done, or half of it, and may not last.
     """
     aside = aside or temporary.with_name(temporary.name + "-replaced")
 
@@ -68,8 +65,7 @@ def withdraw(final: Path, aside: Path) -> None:
 def exchange_atomically(one: Path, other: Path) -> bool:
     """Exchanges the names of two directories atomically; False if unsupported.
 
-    Raises:
-        OSError: The exchange is supported, but failed.
+    Raises OSError if the exchange is supported, but failed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):

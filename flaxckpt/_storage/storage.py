@@ -247,8 +247,8 @@ class Storage(Protocol[_Path]):
     def remove_tree(self, path: _Path, /) -> None:
         """Removes an existing directory and everything inside.
 
-        Raises:
-            OSError: The path is a link or a file, which are never followed or removed.
+        Raises OSError if the path is a link or a file, which are never followed or
+        removed.
         """
 
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
