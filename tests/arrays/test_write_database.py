@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flaxckpt
-from flaxckpt._arrays import read_files, write_database
+from flaxckpt._arrays import read_files
+from flaxckpt._arrays import write as write_database
 from flaxckpt._arrays.read_files import Databases
 from flaxckpt._arrays.read_plan import form_of
 from flaxckpt._formats import locate

@@ -152,8 +152,8 @@ SEAMS = {
     "verify.check": "_checkpoint.verify:check",
     "verify.decoded_at_once": "_checkpoint.verify:_DECODED_AT_ONCE",
     "verify.piece_bytes": "_checkpoint.verify:_PIECE_BYTES",
-    "write_database.file_bytes": "_arrays.write_database:_FILE_BYTES",
-    "write_database.own_file_bytes": "_arrays.write_database:_OWN_FILE_BYTES",
+    "write_database.file_bytes": "_arrays.write:_FILE_BYTES",
+    "write_database.own_file_bytes": "_arrays.write:_OWN_FILE_BYTES",
 }
 """The name that tests use -> the module, and the part in it.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 import flaxckpt
 from flaxckpt import errors, policies
-from flaxckpt._arrays import write_database
+from flaxckpt._arrays import write
 from flaxckpt._distributed import operation
 from flaxckpt._run.tiers import uploads
 from verification.simulation import (
@@ -37,7 +37,7 @@ PATCHES: dict[tuple[Any, str], Any] = {
     **jobs.PATCHES,
     **network.PATCHES,
     (uploads, "_LISTENING_SECS"): 2.0,
-    (write_database, "_OWN_FILE_BYTES"): 64,
+    (write, "_OWN_FILE_BYTES"): 64,
 }
 """For `stand_ins.installed`."""
 
