@@ -20,6 +20,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_storage/transaction.py": (
         "storage/test_local_storage.py",
         "storage/test_readers.py",
+        "checkpoint/test_commit.py",
     ),
     "_storage/temporary.py": ("storage/test_temporary.py",),
     "_storage/rename.py": ("storage/test_local.py",),
