@@ -418,6 +418,8 @@ def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JS
     try:
         if not isinstance(value, Mapping):
             raise ValueError(f"{what} is a {type(value).__name__}")
+        if not value:
+            return {}
         copy = _util.json_limits.copy(value, what)
         _formats.orbax_json.check_size(_formats.orbax_json.dumps(copy))
     except ValueError as error:

@@ -24,7 +24,7 @@ from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._formats import locate, reader
 from flaxckpt._formats.reader import Stored
 from flaxckpt._types import PathLike
-from flaxckpt._zarr.array_layout import ArrayLayout
+from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt._zarr.metadata import Array
 from flaxckpt.transforms import Transform
 
@@ -111,7 +111,7 @@ def convert(
             **options,
             format=plan.choose_format(final, format),
             transforms=transforms,
-            layout=ArrayLayout() if layout is None else layout,
+            layout=check_layout(layout),
             items=items,
             max_shard_bytes=max_shard_bytes,
         ),

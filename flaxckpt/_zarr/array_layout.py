@@ -83,10 +83,13 @@ class ArrayLayout:
         return metadata.Encoding(self.codec, has_checksums, self.zarr_version)
 
 
+_DEFAULT = ArrayLayout()
+
+
 def check_layout(layout: ArrayLayout | None) -> ArrayLayout:
     """Returns `layout`, or the default layout; raises OptionError for anything else."""
     if layout is None:
-        return ArrayLayout()
+        return _DEFAULT
     if not isinstance(layout, ArrayLayout):
         raise errors.OptionError(
             "layout must be a flaxckpt.ArrayLayout, got"
