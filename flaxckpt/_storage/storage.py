@@ -38,8 +38,8 @@ class Storage(Protocol[_Path]):
 
     Attributes:
         can_map: Files can be mapped into memory.
-        can_rename: Files and directories can be renamed and hard-linked, so nothing is
-            replaced or deleted under its name.
+        can_rename: Files and directories can be renamed and hard-linked. Without, a
+            checkpoint is replaced and deleted file by file under its own name.
         costs_requests: Each access to a file takes a request to another machine.
     """
 

@@ -142,13 +142,13 @@ class Latch:
         with contextlib.suppress(RuntimeError):  # released by another call
             self._lock.release()
 
-    def wait(self, timeout_secs: float) -> bool:
-        """Waits for the flag, up to a time; returns whether it is set.
-
-        Others that wait may have to wait for their whole time after an interruption.
-        """
-        if not self._is_set and self._lock.acquire(timeout=timeout_secs):
-            self.set()  # for the next that waits
+    def wait(self, timeout_secs: float | None = None) -> bool:
+        """Waits for the flag, up to a time; returns whether it is set."""
+        until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+        while not self._is_set and (left := until - time.monotonic()) > 0:
+            # One that was interrupted may have kept the lock: look at the flag, too.
+            if self._lock.acquire(timeout=min(left, _LOOK_SECS)):
+                self.set()  # for the next that waits
         return self._is_set
 
 
@@ -234,7 +234,9 @@ class Budget:
     def __init__(self, total: int) -> None:
         self._total = total
         self._free = total
-        self._changed = threading.Condition()
+        # Enter the lock itself: Ctrl-C in Condition.__enter__ may leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:
@@ -243,12 +245,12 @@ class Budget:
         A size above the whole budget waits until nothing else is held.
         """
         size = min(size, self._total)
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._free >= size)
             self._free -= size
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._free += size
                 self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import json
 import logging
@@ -130,9 +131,9 @@ class PartTier:
         self._peers: Sequence[Peer] = ()
         self._keepers: Sequence[Sequence[int]] = ()
         self._sources: dict[Path, Sources] = {}
-        self._guard = _util.forks.PerProcess(threading.Condition)
+        self._guard = _util.forks.PerProcess(threading.Lock)
         self._waiting: list[_Waiting] = []
-        self._thread: threading.Thread | None = None
+        self._ended: _util.threads.Latch | None = None
         self._failure: str | None = None
         self.whole: set[int] = set()
         self.lost: set[int] = set()
@@ -392,18 +393,19 @@ class PartTier:
         assert operation is not None, path
         with self._guard.get():
             self._waiting.append(_Waiting(step, path, operation))
-            if self._thread is not None:
+            if self._ended is not None:
                 return
-            self._thread = _util.threads.background(self._run, "flaxckpt copies")
+            self._ended = _util.threads.Latch()
+        run = functools.partial(self._run, self._ended)
         try:
-            self._thread.start()
+            _util.threads.background(run, "flaxckpt copies").start()
         except RuntimeError:  # no more threads: copy on this one
-            self._run()
+            run()
 
     def wait(self, timeout_secs: float | None) -> list[int]:
         """Waits for copies in progress; returns the steps that are not copied yet."""
-        with (guard := self._guard.get()):
-            guard.wait_for(lambda: self._thread is None, timeout_secs)
+        if (ended := self._ended) is not None:
+            ended.wait(timeout_secs)
         return self._not_copied()
 
     @property
@@ -419,12 +421,12 @@ class PartTier:
         with self._guard.get():
             return [each.step for each in self._waiting]
 
-    def _run(self) -> None:
+    def _run(self, ended: _util.threads.Latch) -> None:
         while True:
-            with (guard := self._guard.get()):
+            with self._guard.get():
                 if not self._waiting:
-                    self._thread = None
-                    guard.notify_all()
+                    self._ended = None
+                    ended.set()
                     return
                 # The newest first; its copies replace those of older steps.
                 *older, newest = self._waiting

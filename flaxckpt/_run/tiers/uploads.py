@@ -62,7 +62,7 @@ class _Turn:
 
     def __init__(self) -> None:
         self.is_over = False
-        self.ended = threading.Event()
+        self.ended = _util.threads.Latch()
         self.failures: dict[int, Exception] = {}
 
 
