@@ -128,24 +128,29 @@ class _Renamed(Transaction):
         before()
         temporary.check_claim(directory)
         if self._keep is not None and final.exists():
-            self._replace(self._keep)
+            self._check(final)  # again: files may have appeared since the save began
+            replace(directory, final, self._keep)
         else:
             rename.publish(directory, final)
         return Committed(size, manifest._replace(path=final / MANIFEST))
 
-    def _replace(self, keep: Callable[[str], bool]) -> None:
-        directory, final = self.directory, self._final
-        self._check(final)  # again: files may have appeared since the save began
-        aside = temporary.new_path(final, temporary.REPLACED)
-        with temporary.claim(final):
-            _carry(final, directory, keep)  # a crash may follow the exchange at once
-            rename.exchange(directory, final, aside)
-        try:
-            _carry(directory, final, keep)
-        except OSError as error:
-            raise errors.SaveFailedError(
-                f"{final} was saved, but its pin was lost: {error}; pin the step again"
-            ) from error
+
+def replace(new: Path, final: Path, keep: Callable[[str], bool]) -> None:
+    """Exchanges the directory `new` with the checkpoint `final`, some files excepted.
+
+    `keep` selects the files that `final` keeps, by name. Raises SaveFailedError if it
+    lost one that was added meanwhile.
+    """
+    aside = temporary.new_path(final, temporary.REPLACED)
+    with temporary.claim(final):
+        _carry(final, new, keep)  # a crash may follow the exchange at once
+        rename.exchange(new, final, aside)
+    try:
+        _carry(new, final, keep)
+    except OSError as error:
+        raise errors.SaveFailedError(
+            f"{final} was saved, but its pin was lost: {error}; pin the step again"
+        ) from error
 
 
 def _carry(replaced: Path, new: Path, keep: Callable[[str], bool]) -> None:

@@ -6,7 +6,6 @@ import functools
 import pytest
 
 from flaxckpt import errors
-from flaxckpt._checkpoint import commit as checkpoint_commit
 from flaxckpt._storage import (
     commit_marker,
     files,
@@ -286,7 +285,7 @@ def replace_refusals(root, *, can_exchange, is_killed, is_first):
 
         def overwrite(final=final, new=new, recorder=recorder, lock=lock):
             with lock:
-                checkpoint_commit.publish(new, final, overwrite=True)
+                transaction.replace(new, final, lambda name: False)
                 temporary.discard(new)
                 recorder.emit("reports")
 
@@ -297,7 +296,6 @@ def replace_refusals(root, *, can_exchange, is_killed, is_first):
             pytest.MonkeyPatch.context() as patch,
             observe.system_calls(recorder, names),
         ):
-            patch.setattr(checkpoint_commit, "check_replaceable", lambda final: None)
             swap = names.exchange if can_exchange else lambda one, other: False
             patch.setattr(rename, "exchange_atomically", swap)
             # The model's sweeper looks at the new directory first.
