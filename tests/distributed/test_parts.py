@@ -142,6 +142,19 @@ def test_repairs_damage_from_run_directory(parts):
 
 
 @pytest.mark.slow
+def test_damaged_part_is_uploaded_from_its_copy(tmp_path):
+    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"]]
+    run(tmp_path, *do, copies=1)
+    remove_steps(tmp_path / "run")
+    for index in range(2):
+        (tmp_path / f"local-{index}/1/NOT_UPLOADED").touch()
+        for file in (tmp_path / f"local-{index}/1/state/d").glob(f"{index}.*"):
+            flip(file if file.is_file() else next(file.iterdir()))
+    run(tmp_path, ["wait_for_uploads"], copies=1)
+    assert flaxckpt.verify(tmp_path / "run/1").ok
+
+
+@pytest.mark.slow
 def test_unrecoverable_damage_raises_error(parts):
     for file in (parts / "local-1/2/state/d").glob("1.*"):
         flip(file if file.is_file() else next(file.iterdir()))

@@ -407,7 +407,8 @@ def test_restores_newest_step_of_either_tier(tmp_path):
         strategies.assert_same(state(6), ckpt.restore())
 
 
-def test_damaged_staged_step_is_not_uploaded(tmp_path):
+@pytest.mark.parametrize("harm", ["a missing file", "a changed bit"])
+def test_damaged_staged_step_is_not_uploaded(tmp_path, harm):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     (path / "7").mkdir(parents=True)
     (path / "7/notes.txt").write_text("mine")
@@ -419,8 +420,11 @@ def test_damaged_staged_step_is_not_uploaded(tmp_path):
     assert (path / "7/notes.txt").read_text() == "mine"
     assert 8 in steps_in(path), "others go all the same"
     shutil.rmtree(path / "7")
-    (staging / "7/state/_METADATA").unlink()
-    with pytest.raises(errors.SaveFailedError, match="_METADATA"):
+    if harm == "a missing file":
+        (staging / "7/state/_METADATA").unlink()
+    else:
+        damage(staging / "7")
+    with pytest.raises(errors.SaveFailedError, match=r"_METADATA|7 is damaged: w: "):
         ckpt.wait_for_uploads()
     ckpt.delete(7)
     ckpt.close()

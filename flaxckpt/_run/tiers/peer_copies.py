@@ -87,7 +87,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
     """
     path = sources.path
     is_same = parts.identify(path) == sources.save
-    if is_same and _is_whole(path):
+    if is_same and has_metadata(path):
         return
     faults = []
     for process in sources.others():
@@ -114,7 +114,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
     )
 
 
-def _is_whole(path: Path) -> bool:
+def has_metadata(path: Path) -> bool:
     """Returns True if the metadata here is what the commit marker stands for."""
     try:
         known = parts.find_parts(path)

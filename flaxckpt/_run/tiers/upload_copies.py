@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
-from flaxckpt._run.tiers.parts import find_held, find_parts
+from flaxckpt._run.tiers import peer_copies
+from flaxckpt._run.tiers.parts import Held, find_held, find_parts
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation
+
+_log = logging.getLogger(__name__)
 
 _THREADS = 8
 """Files copied at a time."""
@@ -102,8 +106,10 @@ def make(
             step; None for a step without parts.
 
     Raises:
-        DamagedCheckpointError: No process has a part of the step.
+        DamagedCheckpointError: The step is damaged here, or no process has a part.
     """
+    if operation is None and (why := _checkpoint.verify.find_damage(path, None)):
+        raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
@@ -140,8 +146,10 @@ def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[
     parts = find_parts(path)
     rows = [json.dumps(held.parts)]
     if operation is not None:
+        if not peer_copies.has_metadata(path):
+            raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
         operation.first("next", lambda: json.dumps([path.name, held.save]))
-        rows = operation.gather("held", *rows)
+        rows = operation.gather("held", json.dumps(_find_sound(path, held)))
     holders = [{*json.loads(row)} for row in rows]
     assigned: dict[int, list[str]] = {n: [] for n in range(len(holders))}
     lost = []
@@ -153,11 +161,26 @@ def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[
         assigned[part if part in have else have[0]] += files
     if lost:
         raise errors.DamagedCheckpointError(
-            f"the parts of {errors.first_few(lost, 8)} of {path} are at no process"
+            f"the parts of {errors.first_few(lost, 8)} of {path} are whole at no"
+            " process"
         )
     if operation is not None:
         operation.first("copy", lambda: json.dumps([str(target), assigned]))
     return frozenset(name for n in assigned if n for name in assigned[n])
+
+
+def _find_sound(path: Path, held: Held) -> list[int]:
+    """Returns the parts here whose files are as they were written."""
+    try:
+        files = find_parts(path).files
+        names = [name for part in held.parts for name in files[part]]
+        faults = _checkpoint.verify.find_faults(path, names)
+    except errors.DamagedCheckpointError as error:
+        _log.warning("nothing of %s is uploaded from here: %s", path, error)
+        return []
+    for name, why in faults.items():
+        _log.warning("%s is damaged, and not uploaded: %s", path / name, why)
+    return [part for part in held.parts if faults.keys().isdisjoint(files[part])]
 
 
 def copy_part(
@@ -177,7 +200,8 @@ def copy_part(
     held = find_held(path)
     is_same = held is not None and held.save == save
     marker = _steps.markers.read_upload_marker(path) if is_same else None
-    operation.report("held", json.dumps(held.parts if held and is_same else ()))
+    sound = _find_sound(path, held) if held is not None and is_same else ()
+    operation.report("held", json.dumps(sound))
     text, assigned = json.loads(operation.first("copy", str))
     target = _storage.paths.resolve(text)
     names = assigned[str(operation.index)]
