@@ -353,14 +353,14 @@ def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
     """
     body = _Fields(fields)
     files, count = body.begin_node(0, base)
-    keys = body.keys(count, body.numbers(2 * count - 1))
-    row = body.numbers(2 * count)
-    sizes, kinds = row[:count], row[count:]
+    shared, lengths = body.numbers(count - 1), body.numbers(count)
+    keys = body.keys(shared, lengths)
+    sizes, kinds = body.numbers(count), body.numbers(count)
     if not {0, 1}.issuperset(kinds):
         raise ValueError("it has a value of an unknown kind")
     far = [size for size, kind in zip(sizes, kinds, strict=True) if kind]
-    row = body.numbers(2 * len(far))
-    places = iter(_places(files, row[: len(far)], row[len(far) :], far))
+    numbers, offsets = body.numbers(len(far)), body.numbers(len(far))
+    places = iter(_places(files, numbers, offsets, far))
     values = [
         next(places) if kind else body.take(size)
         for size, kind in zip(sizes, kinds, strict=True)
@@ -376,14 +376,14 @@ def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
     """
     body = _Fields(fields)
     files, count = body.begin_node(height, base)
-    row = body.numbers(3 * count - 1)
-    common = row[2 * count - 1 :]
-    keys = body.keys(count, row)
+    shared, lengths = body.numbers(count - 1), body.numbers(count)
+    common = body.numbers(count)
+    keys = body.keys(shared, lengths)
     if any(n > len(key) for n, key in zip(common, keys, strict=True)):
         raise ValueError("a prefix is longer than its key")
-    row = body.numbers(6 * count)  # the last three are sums over all nodes below
-    numbers, offsets, sizes = row[:count], row[count : 2 * count], row[2 * count :]
-    places = _places(files, numbers, offsets, sizes[:count])
+    numbers = body.numbers(count)
+    places = _places(files, numbers, body.numbers(count), body.numbers(count))
+    body.numbers(3 * count)  # sums over all nodes below
     body.end()
     return [
         Child(key, key[:n], place, files[number].base)
@@ -456,17 +456,16 @@ class _Fields:
         found: list[int] = values.tolist()
         return found
 
-    def keys(self, count: int, row: Sequence[int]) -> list[bytes]:
-        """Returns keys; see `_texts`."""
-        keys = self._texts(count, row)
+    def keys(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+        """Returns keys, given what each shares with the last."""
+        keys = self._texts(shared, lengths)
         if any(map(operator.ge, keys, keys[1:])):
             raise ValueError("its keys are not in ascending order")
         return keys
 
-    def _texts(self, count: int, row: Sequence[int]) -> list[bytes]:
-        """Returns texts: `row` is what each but the first shares, and all lengths."""
+    def _texts(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
         texts, last, total = [], b"", 0
-        for n, length in zip((0, *row[: count - 1]), row[count - 1 :], strict=False):
+        for n, length in zip((0, *shared), lengths, strict=False):
             total += n + length
             if n > len(last) or total > MAX_NODE_BYTES:
                 raise ValueError("its texts are longer than is possible or supported")
@@ -477,10 +476,10 @@ class _Fields:
     def files(self, base: str) -> list[_NamedFile]:
         """Returns a table of files, which are in the directory `base`."""
         [count] = self.numbers(1)
-        row = self.numbers(3 * count - 1)
-        bases = row[2 * count - 1 :]
+        shared, lengths = self.numbers(count - 1), self.numbers(count)
+        bases = self.numbers(count)
         files = []
-        for text, size in zip(self._texts(count, row), bases, strict=True):
+        for text, size in zip(self._texts(shared, lengths), bases, strict=True):
             path = base + text.decode()
             if ".." in path.split("/") or path.startswith("/") or "\0" in path:
                 raise ValueError(f"{path[:80]!r} is not a file in the database")
