@@ -68,14 +68,14 @@ def test_a_step_survives_the_loss_of_a_failure_domain():
         _lose_a_failure_domain({(parts, "choose_copies"): _copy_to_the_next})
 
 
-def _copy_part_slowly(staging, operation, copy_part=upload_copies.copy_part):
-    result = copy_part(staging, operation)
+def _help_slowly(staging, operation, help_copy=upload_copies.help_copy):
+    result = help_copy(staging, operation)
     kernel.current().sleep(30.0)
     return result
 
 
 def test_step_replaced_during_upload_does_not_count_as_uploaded():
-    patches = {(upload_copies, "copy_part"): _copy_part_slowly}
+    patches = {(upload_copies, "help_copy"): _help_slowly}
     with runner.installed(tier, patches), tier.story(1, copies=0, latest=0) as story:
         acknowledge = story.ledger.acknowledge
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
 from flaxckpt._run.tiers import peer_copies
-from flaxckpt._run.tiers.parts import Held, find_held, find_parts
+from flaxckpt._run.tiers.parts import find_held, find_parts
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation
@@ -119,92 +122,95 @@ def make(
     marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     marks |= _steps.markers.pin_of(path)
     with _checkpoint.commit.replacing(final, overwrite=overwrite, mode=mode) as new:
-        absent = _assign(path, new.directory, operation)
-        try:
-            marker = new.copy(
-                path, lambda name: _belongs(name) and str(name) not in absent
-            )
-            if operation is not None:
-                operation.gather("copied")
-        except BaseException as error:
-            if operation is not None:  # others may still write there
-                operation.fail(error, stage="copied")
-            raise
+        copied: frozenset[str] = frozenset()
+        if operation is not None:
+            copied = _copy_parts(path, new.directory, operation)
+        marker = new.copy(path, lambda name: _belongs(name) and str(name) not in copied)
         new.write(marks)
         return new.commit(marker).size
 
 
-def _assign(path: Path, target: Path, operation: Operation | None) -> frozenset[str]:
-    """Assigns the parts of a step to processes; returns the files of other processes.
+# ---- steps in parts --------------------------------------------------------------
+
+
+def _copy_parts(path: Path, target: Path, operation: Operation) -> frozenset[str]:
+    """Has processes copy the parts of a step; returns the names of the files.
+
+    A process verifies what it copies. What is damaged there, the next copies that has
+    it.
+
+    Raises:
+        DamagedCheckpointError: The metadata is damaged, or no process has a part.
+    """
+    if (held := find_held(path)) is None or not peer_copies.has_metadata(path):
+        raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
+    files = find_parts(path).files
+    message = json.dumps([path.name, held.save, str(target)])
+    operation.first("next", lambda: message)
+    rows = operation.gather("held", json.dumps(held.parts))
+    sound = [{*json.loads(row)} for row in rows]
+    missing, turn = {*range(len(files))}, 0
+    while missing:
+        assigned = _assign(path, missing, sound)
+        operation.first(f"copy {turn}", functools.partial(json.dumps, assigned))
+        try:
+            damaged = _copy_sound(path, target, assigned[0], operation)
+            rows = operation.gather(f"copied {turn}", json.dumps(damaged))
+        except BaseException as error:  # others may still write there
+            operation.fail(error, stage=f"copied {turn}")
+            raise
+        missing = set()
+        for process, row in enumerate(rows):
+            sound[process] -= {*json.loads(row)}
+            missing |= {*json.loads(row)}
+        turn += 1
+    operation.first(f"copy {turn}", lambda: "null")
+    return frozenset(name for part in files for name in part)
+
+
+def _assign(
+    path: Path, parts: Collection[int], sound: Sequence[Collection[int]]
+) -> list[list[int]]:
+    """Assigns parts of a step to processes: process -> its parts.
+
+    Args:
+        path: The step.
+        parts: The parts.
+        sound: Process -> the parts that it has, as far as known.
 
     Raises:
         DamagedCheckpointError: No process has a part.
     """
-    held = find_held(path)
-    if held is None or _steps.markers.read_parts(path) is None:
-        return frozenset()
-    parts = find_parts(path)
-    rows = [json.dumps(held.parts)]
-    if operation is not None:
-        if not peer_copies.has_metadata(path):
-            raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
-        operation.first("next", lambda: json.dumps([path.name, held.save]))
-        rows = operation.gather("held", json.dumps(_find_sound(path, held)))
-    holders = [{*json.loads(row)} for row in rows]
-    assigned: dict[int, list[str]] = {n: [] for n in range(len(holders))}
+    assigned: list[list[int]] = [[] for _ in sound]
     lost = []
-    for part, files in enumerate(parts.files):
-        have = [n for n, here in enumerate(holders) if part in here]
-        if not have:
+    for part in sorted(parts):
+        holders = [process for process, here in enumerate(sound) if part in here]
+        if holders:
+            assigned[part if part in holders else holders[0]].append(part)
+        else:
             lost.append(f"process {part}")
-            continue
-        assigned[part if part in have else have[0]] += files
     if lost:
         raise errors.DamagedCheckpointError(
             f"the parts of {errors.first_few(lost, 8)} of {path} are whole at no"
             " process"
         )
-    if operation is not None:
-        operation.first("copy", lambda: json.dumps([str(target), assigned]))
-    return frozenset(name for n in assigned if n for name in assigned[n])
+    return assigned
 
 
-def _find_sound(path: Path, held: Held) -> list[int]:
-    """Returns the parts here whose files are as they were written."""
-    try:
-        files = find_parts(path).files
-        names = [name for part in held.parts for name in files[part]]
-        faults = _checkpoint.verify.find_faults(path, names)
-    except errors.DamagedCheckpointError as error:
-        _log.warning("nothing of %s is uploaded from here: %s", path, error)
+def _copy_sound(
+    path: Path, target: Path, parts: Sequence[int], operation: Operation
+) -> list[int]:
+    """Copies the parts that are as they were written; returns the others."""
+    if not parts:
         return []
+    files = find_parts(path).files
+    faults = _checkpoint.verify.find_faults(
+        path, [name for part in parts for name in files[part]]
+    )
     for name, why in faults.items():
         _log.warning("%s is damaged, and not uploaded: %s", path / name, why)
-    return [part for part in held.parts if faults.keys().isdisjoint(files[part])]
-
-
-def copy_part(
-    staging: Path, operation: Operation
-) -> tuple[Path, _steps.markers.UploadMarker | None]:
-    """Copies the files that process 0 assigns to this process.
-
-    Args:
-        staging: The staging directory of this process.
-        operation: The operation that process 0 has called.
-
-    Returns:
-        The step, and its upload marker before; None if another save is there.
-    """
-    name, save = json.loads(operation.first("next", str))
-    path = staging / str(name)
-    held = find_held(path)
-    is_same = held is not None and held.save == save
-    marker = _steps.markers.read_upload_marker(path) if is_same else None
-    sound = _find_sound(path, held) if held is not None and is_same else ()
-    operation.report("held", json.dumps(sound))
-    text, assigned = json.loads(operation.first("copy", str))
-    target = _storage.paths.resolve(text)
-    names = assigned[str(operation.index)]
+    damaged = [part for part in parts if not faults.keys().isdisjoint(files[part])]
+    names = [n for part in parts if part not in damaged for n in files[part]]
 
     def copy(name: str) -> None:
         operation.check()
@@ -215,7 +221,33 @@ def copy_part(
     directories = {str(Path(name).parent) for name in names}
     paths = [target / name for name in (*names, *directories)]
     _storage.of(target).sync_files(paths, _THREADS)
-    operation.report("copied")
+    return damaged
+
+
+def help_copy(
+    staging: Path, operation: Operation
+) -> tuple[Path, _steps.markers.UploadMarker | None]:
+    """Copies the parts that process 0 assigns to this process.
+
+    Args:
+        staging: The staging directory of this process.
+        operation: The operation that process 0 has called.
+
+    Returns:
+        The step, and its upload marker before; None if another save is there.
+    """
+    name, save, text = json.loads(operation.first("next", str))
+    path, target = staging / str(name), _storage.paths.resolve(text)
+    held = find_held(path)
+    is_same = held is not None and held.save == save
+    marker = _steps.markers.read_upload_marker(path) if is_same else None
+    operation.report("held", json.dumps(held.parts if held and is_same else ()))
+    for turn in itertools.count():
+        assigned = json.loads(operation.first(f"copy {turn}", str))
+        if assigned is None:
+            break
+        damaged = _copy_sound(path, target, assigned[operation.index], operation)
+        operation.report(f"copied {turn}", json.dumps(damaged))
     operation.first("committed", str, is_patient=True)
     return path, marker
 

@@ -134,7 +134,7 @@ class Uploads:
             listener = self._listener
             operation.is_wanted = lambda: not (listener and listener.is_stopped())
             with _distributed.agreement.closing(operation):
-                path, marker = upload_copies.copy_part(self._staging, operation)
+                path, marker = upload_copies.help_copy(self._staging, operation)
                 if marker is not None:
                     with self.step_lock.get():  # a save may replace the step now
                         self._remove_marker(path, marker)
