@@ -296,6 +296,41 @@ def test_uploads_changes_made_during_upload(tmp_path, monkeypatch):
         assert flaxckpt.verify(path / "1").ok
 
 
+@pytest.mark.parametrize("is_during", [True, False])
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_uploads_deletions_of_items(store_path, tmp_path, monkeypatch, kind, is_during):
+    path, staging = store_path(kind), tmp_path / "ssd"
+    real = seams.current("transaction.copy")
+    kept, other = state(1), state(1, "b")
+
+    def delete(ckpt):
+        for item in ("dataset", "b"):
+            ckpt.delete(1, item=item)
+
+    with flaxckpt.Checkpointer(path, staging=staging, items=("a", "b")) as ckpt:
+
+        def copy(*given, **options):
+            marker = real(*given, **options)
+            delete(ckpt)
+            return marker
+
+        if is_during:
+            seams.replace(monkeypatch, "transaction.copy", copy)
+        dataset = StepIndexed(lambda i: i)
+        ckpt.save(1, {"a": kept, "b": other}, dataset=dataset).wait()
+        ckpt.wait_for_uploads()
+        monkeypatch.undo()
+        if not is_during:
+            delete(ckpt)
+            ckpt.wait_for_uploads()
+    for directory in (staging, path):
+        with flaxckpt.Checkpointer(directory, read_only=True) as ckpt:
+            assert ckpt.verify(1).ok
+            (why,) = ckpt.explain().values()
+            assert {"item b deleted", "dataset state deleted"} <= {*why}
+            assert "b" not in ckpt.restore(step=1)
+
+
 def test_upload_waits_for_save_renaming_its_step(tmp_path, monkeypatch):
     """The upload of an earlier step may find a step before its save has ended."""
     real = seams.current("rename.publish")

@@ -529,7 +529,7 @@ class Uploads:
     def _copy_changes(
         self, path: Path, final: Path, marker: _steps.markers.UploadMarker
     ) -> None:
-        """Writes changed metrics and markers to the copy in the run directory."""
+        """Changes the copy in the run directory as the step in staging was changed."""
         step = self._format.step(path.name)
         metrics = run_metrics.read_metrics(path, step)
         if metrics and not metrics.items() <= self._far.index.metrics(final).items():
@@ -544,6 +544,9 @@ class Uploads:
             and not _steps.markers.is_temporary(path)
         ):
             edit.make_permanent(final)
+        if deleted := _deleted_items(path):
+            for item in sorted(deleted - _deleted_items(final)):
+                edit.delete_item(final, item)
 
     def _copy_journal(self) -> None:
         """Writes the journal, statistics and run metadata to the run directory."""
@@ -560,6 +563,11 @@ class Uploads:
                 )
         except OSError as error:
             _log.warning("cannot copy the journal to %s: %s", self._directory, error)
+
+
+def _deleted_items(path: Path) -> frozenset[str]:
+    """Returns the items of a step that were deleted on purpose."""
+    return _steps.markers.deleted_items(_storage.of(path).names(path))
 
 
 def _advice(error: Exception) -> str:
