@@ -11,6 +11,8 @@ import functools
 import hmac
 import http.client
 import http.server
+import io
+import json
 import os
 import re
 import secrets
@@ -20,7 +22,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ _LEAST_BYTES_PER_SEC = 2**18
 """A slower peer counts as gone."""
 
 _AT_ONCE = 2**20
+_NAMES_AT_ONCE = 50
+_SIZES = "File-Sizes"
 _RANGE = re.compile(r"bytes=(\d{1,18})-")
 
 
@@ -135,13 +139,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
             self.send_error(403)
             return
-        name = urllib.parse.unquote(self.path).lstrip("/")
-        try:
-            descriptor = self._open(name)
-        except (OSError, ValueError):
+        path, _, query = self.path.partition("?")
+        if query:
+            self._send_files(urllib.parse.parse_qs(query, True).get("name", ()))
+            return
+        if (file := open_file(self.root, urllib.parse.unquote(path[1:]))) is None:
             self.send_error(404)
             return
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        with file:
             size = os.fstat(file.fileno()).st_size
             match = _RANGE.fullmatch(self.headers.get("Range", "bytes=0-"))
             start = min(int(match[1]), size) if match else 0
@@ -151,22 +156,42 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if size > start:
                 self.connection.sendfile(file, start)
 
-    def _open(self, name: str) -> int:
-        parts = name.split("/")
-        if "\0" in name or any(part in ("", ".", "..") for part in parts):
-            raise ValueError(name)
-        path = self.root.joinpath(*parts)
-        if (
-            os.path.realpath(path.parent)
-            != os.path.join(  # noqa: PTH118
-                os.path.realpath(self.root), *parts[:-1]
-            )
-        ):
-            raise ValueError(name)  # a link out of the directory
-        return _storage.files.open_regular_file(path, within=path.parent)
+    def _send_files(self, names: Sequence[str]) -> None:
+        """Sends files one after the other; their sizes are in the header."""
+        with contextlib.ExitStack() as opened:
+            files = [open_file(self.root, name) for name in names]
+            for each in filter(None, files):
+                opened.enter_context(each)
+            sizes = [
+                None if each is None else os.fstat(each.fileno()).st_size
+                for each in files
+            ]
+            self.send_response(200)
+            self.send_header(_SIZES, json.dumps(sizes))
+            self.send_header("Content-Length", str(sum(filter(None, sizes))))
+            self.end_headers()
+            for file, size in zip(files, sizes, strict=True):
+                if file is not None and size:
+                    self.connection.sendfile(file, 0, size)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing: a job reads thousands of files."""
+
+
+def open_file(root: Path, name: str) -> io.FileIO | None:
+    """Opens a regular file below a directory; returns None for all others."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        return None
+    path = root.joinpath(*parts)
+    above = os.path.join(os.path.realpath(root), *parts[:-1])  # noqa: PTH118
+    if os.path.realpath(path.parent) != above:  # a link out of the directory
+        return None
+    try:
+        descriptor = _storage.files.open_regular_file(path, within=path.parent)
+    except (OSError, ValueError):
+        return None
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 class PeerConnection:
@@ -197,25 +222,32 @@ class PeerConnection:
     def __exit__(self, *error: object) -> None:
         self._http.close()
 
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Returns a small file.
+    def read(self, names: Iterable[str], max_bytes: int) -> dict[str, bytes]:
+        """Returns those of the small files that the peer has: name -> content.
 
         Raises:
-            FileNotFoundError: The peer does not have it.
             OSError: The peer is gone, slow, or sends something else.
         """
-        content = bytearray()
-        with self._response(name, 0) as response:
-            if response.length is None or response.length > max_bytes:
-                raise OSError(f"{name} has more than {max_bytes} bytes")
-            for part in self._receive(name, response, response.length):
-                content += part
-        return bytes(content)
+        found: dict[str, bytes] = {}
+        rest = [*names]
+        while rest:
+            some, rest = rest[:_NAMES_AT_ONCE], rest[_NAMES_AT_ONCE:]
+            query = urllib.parse.urlencode([("name", name) for name in some])
+            with self._response(f"?{query}", some[0], 0) as response:
+                sizes = _read_sizes(response, some, max_bytes)
+                content = bytearray()
+                for part in self._receive(some[0], response, sum(sizes.values())):
+                    content += part
+            for name, size in sizes.items():
+                found[name] = bytes(content[:size])
+                del content[:size]
+        return found
 
     def copy(self, name: str, target: Path, size: int) -> Iterator[memoryview]:
         """Copies a file of `size` bytes, and yields its content.
 
-        Goes on where an earlier copy has stopped.
+        Each part that it yields is valid until the next. Goes on where an earlier copy
+        has stopped.
 
         Raises:
             FileNotFoundError: The peer does not have it.
@@ -224,9 +256,9 @@ class PeerConnection:
         with target.open("a+b") as file:
             start = file.tell()
             file.seek(0)
-            while part := file.read(_AT_ONCE):
-                yield memoryview(part)
-            with self._response(name, start) as response:
+            while begun := file.read(_AT_ONCE):
+                yield memoryview(begun)
+            with self._response(urllib.parse.quote(name), name, start) as response:
                 left = size - start
                 if response.length != left:
                     raise OSError(
@@ -235,34 +267,39 @@ class PeerConnection:
                     )
                 for part in self._receive(name, response, left):
                     file.write(part)
-                    yield memoryview(part)
+                    yield part
 
     def _receive(
         self, name: str, response: http.client.HTTPResponse, size: int
-    ) -> Iterator[bytes]:
+    ) -> Iterator[memoryview]:
         """Yields the content of a response, of `size` bytes, as it comes.
+
+        All parts are in one buffer: new memory for each would take as long as the copy.
 
         Raises:
             OSError: The peer stops before, or is slow.
         """
         secs = self._silent_secs + size / _LEAST_BYTES_PER_SEC
         deadline = time.monotonic() + secs
+        buffer = memoryview(bytearray(min(size, _AT_ONCE)))
         while size:
-            part = response.read1(min(size, _AT_ONCE))  # what has come until now
-            if not part:
+            count = response.fp.readinto1(buffer[:size])  # what has come until now
+            if not count:
                 raise OSError(f"{name}: the peer has stopped sending")
             if time.monotonic() > deadline:
                 raise OSError(f"{name}: the peer is too slow")
-            size -= len(part)
-            yield part
+            size -= count
+            yield buffer[:count]
 
     @contextlib.contextmanager
-    def _response(self, name: str, start: int) -> Iterator[http.client.HTTPResponse]:
+    def _response(
+        self, url: str, name: str, start: int
+    ) -> Iterator[http.client.HTTPResponse]:
         headers = {"Authorization": f"Bearer {self._peer.token}"}
         if start:
             headers["Range"] = f"bytes={start}-"
         try:
-            self._http.request("GET", f"/{urllib.parse.quote(name)}", headers=headers)
+            self._http.request("GET", f"/{url}", headers=headers)
             with self._http.getresponse() as response:
                 if response.status == 404:
                     raise FileNotFoundError(f"{name} is not at the peer")
@@ -275,3 +312,28 @@ class PeerConnection:
         except OSError:
             self._http.close()  # the rest of the answer is of no use
             raise
+
+
+def _read_sizes(
+    response: http.client.HTTPResponse, names: Sequence[str], max_bytes: int
+) -> dict[str, int]:
+    """Returns name -> size of the files in a response.
+
+    Raises:
+        OSError: It is not an answer to a request for these files, or one is too large.
+    """
+    try:
+        sizes = json.loads(response.headers.get(_SIZES, ""))
+        pairs = zip(names, sizes, strict=True)
+        found = {name: int(size) for name, size in pairs if size is not None}
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise OSError(f"{names[0]}: the peer sends no sizes: {error}") from None
+    for name, size in found.items():
+        if not 0 <= size <= max_bytes:
+            raise OSError(f"{name} has {size} bytes, and may have {max_bytes}")
+    if response.length != sum(found.values()):
+        raise OSError(
+            f"{names[0]}: the peer sends {response.length} bytes instead of"
+            f" {sum(found.values())}"
+        )
+    return found

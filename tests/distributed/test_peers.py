@@ -44,9 +44,9 @@ def test_serves_only_peers_with_certificate(tmp_path):
             connected(server, certificate=certificate) as peer,
             pytest.raises(OSError, match=r"(?i)certificate|ssl|disconnected|reset"),
         ):
-            peer.read("file", 100)
+            peer.read(["file"], 100)
     with connected(server) as peer:
-        assert peer.read("file", 100) == b"content"
+        assert peer.read(["file"], 100) == {"file": b"content"}
     server.close()
 
 
@@ -83,8 +83,11 @@ def test_copies_file_exactly(server, tmp_path):
     (tmp_path / "shared/step/a file").write_bytes(content)
     with connected(server) as peer:
         received = peer.copy("step/a file", tmp_path / "copy", len(content))
-        assert b"".join(received) == content
-        assert peer.read("step/a file", 2**22) == content
+        assert b"".join(map(bytes, received)) == content
+        name, other = "step/a file", "step/&name=no"
+        assert peer.read([name, other], 2**22) == {name: content}
+        with pytest.raises(OSError, match="may have 3000000"):
+            peer.read([name], 3_000_000)
     assert (tmp_path / "copy").read_bytes() == content
 
 
@@ -94,7 +97,7 @@ def test_a_small_file_waits_for_no_confirmation(server, tmp_path):
     with connected(server) as peer:
         for _ in range(50):
             begin = time.perf_counter()
-            peer.read("step/file", 100)
+            peer.read(["step/file"], 100)
             times.append(time.perf_counter() - begin)
     assert statistics.median(times) < 0.03  # a late confirmation takes 40 ms
 
@@ -105,25 +108,34 @@ def test_resumes_interrupted_copy(server, tmp_path):
     with connected(server) as peer:
         for _ in range(2):  # the second has nothing left
             received = peer.copy("step/file", tmp_path / "copy", 10)
-            assert b"".join(received) == b"01x3456789"
+            assert b"".join(map(bytes, received)) == b"01x3456789"
     assert (tmp_path / "copy").read_bytes() == b"01x3456789"
 
 
 @pytest.mark.parametrize(
     "name", ["../secret", "step/../../secret", "/etc/passwd", "step", "", "no", "a\0b"]
 )
-def test_serves_no_other_paths(server, name):
-    with connected(server) as peer, pytest.raises(FileNotFoundError):
-        peer.read(name, 100)
+def test_serves_no_other_paths(server, tmp_path, name):
+    with connected(server) as peer:
+        assert peer.read([name], 100) == {}
+        with pytest.raises(FileNotFoundError):
+            next(peer.copy(name, tmp_path / "copy", 1))
+
+
+def test_reads_many_small_files_at_once(server, tmp_path):
+    names = [f"step/{n}" for n in range(120)]
+    content = {name: os.urandom(n) for n, name in enumerate(names)}
+    for name in names[::2]:
+        (tmp_path / "shared" / name).write_bytes(content[name])
+    with connected(server) as peer:
+        assert peer.read(names, 120) == {name: content[name] for name in names[::2]}
 
 
 def test_does_not_follow_links(server, tmp_path):
     (tmp_path / "shared/step/link").symlink_to(tmp_path / "secret")
     (tmp_path / "shared/away").symlink_to(tmp_path)
     with connected(server) as peer:
-        for name in ("step/link", "away/secret"):
-            with pytest.raises(FileNotFoundError):
-                peer.read(name, 100)
+        assert peer.read(["step/link", "away/secret"], 100) == {}
 
 
 def test_serves_only_peers_with_token(server, tmp_path):
@@ -132,7 +144,7 @@ def test_serves_only_peers_with_token(server, tmp_path):
         connected(server, token="guessed") as peer,
         pytest.raises(OSError, match="403"),
     ):
-        peer.read("step/file", 100)
+        peer.read(["step/file"], 100)
     if server.peer.certificate is None:
         http_client = http.client.HTTPConnection(server.peer.host, server.peer.port)
         http_client.request("GET", "/step/file")
@@ -193,6 +205,31 @@ def test_dishonest_or_silent_peer_raises_error(answer, tmp_path):
         peer_files.PeerConnection(peer, silent_secs=0.5) as connection,
     ):
         b"".join(connection.copy("file", tmp_path / "copy", 10))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "",
+        "no",
+        "[5]",
+        "[5, 5, 5]",
+        "[5, 6]",
+        "[5, -1]",
+        "[99, 5]",
+        "{}",
+        "9",
+        "[Infinity, 5]",
+    ],
+)
+def test_dishonest_sizes_raise_error(sizes):
+    answer = f"HTTP/1.1 200 OK\r\nFile-Sizes: {sizes}\r\nContent-Length: 10\r\n\r\n"
+    with (
+        answering(answer.encode() + b"0123456789") as peer,
+        peer_files.PeerConnection(peer, silent_secs=0.5) as connection,
+        pytest.raises(OSError, match=r"one|two"),
+    ):
+        connection.read(["one", "two"], 50)
 
 
 SAVES = st.sampled_from(["one", "other"])

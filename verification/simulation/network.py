@@ -5,7 +5,7 @@ above, the requests and the checks of the answers, is the real code.
 """
 
 import http.client
-import os
+import json
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
@@ -134,28 +134,45 @@ class _Connection:
         if self._fault == "status":
             return _Response(server, world.random.choice((200, 206, 403, 500)), b"")
         url, headers = self._request
-        name = urllib.parse.unquote(url).lstrip("/")
         assert headers["Authorization"] == f"Bearer {server.peer.token}"
-        start = int(headers.get("Range", "bytes=0-")[len("bytes=") : -1])
-        try:
-            descriptor = peer_files._Handler._open(server, name)  # type: ignore[arg-type]
-        except (OSError, ValueError):
+        path, _, query = url.partition("?")
+        if query:
+            names = urllib.parse.parse_qs(query)["name"]
+            contents = [_read(server, name) for name in names]
+            sizes = [None if content is None else len(content) for content in contents]
+            sent = b"".join(filter(None, contents))
+            return _Response(server, 200, sent, self._fault, sizes)
+        content = _read(server, urllib.parse.unquote(path[1:]))
+        if content is None:
             return _Response(server, 404, b"")
-        with os.fdopen(descriptor, "rb") as file:
-            content = file.read()[start:]
-        return _Response(server, 206 if start else 200, content, self._fault)
+        start = int(headers.get("Range", "bytes=0-")[len("bytes=") : -1])
+        return _Response(server, 206 if start else 200, content[start:], self._fault)
 
     def close(self) -> None:
         """Ends the connection."""
 
 
+def _read(server: FileServer, name: str) -> bytes | None:
+    if (file := peer_files.open_file(server.root, name)) is None:
+        return None
+    with file:
+        return file.read()
+
+
 class _Response:
-    """Stands in for `http.client.HTTPResponse`."""
+    """Stands in for `http.client.HTTPResponse`, and for its file."""
 
     def __init__(
-        self, server: FileServer, status: int, content: bytes, fault: str | None = None
+        self,
+        server: FileServer,
+        status: int,
+        content: bytes,
+        fault: str | None = None,
+        sizes: list[int | None] | None = None,
     ) -> None:
         random = _network().world.random
+        self.fp = self
+        self.headers = {"File-Sizes": json.dumps(sizes)}
         self.status = status
         self.length: int | None = len(content)
         self._server = server
@@ -179,16 +196,18 @@ class _Response:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def read1(self, size: int) -> bytes:
+    def readinto1(self, buffer: memoryview) -> int:
         world = _network().world
         world.point("receive")
+        size = len(buffer)
         if self._fault == "slow":
             world.sleep(29.0)
             size = min(size, 10)
         if not self._server.process.is_alive:
             raise ConnectionResetError("reset by the peer")
         part, self._content = self._content[:size], self._content[size:]
-        return part
+        buffer[: len(part)] = part
+        return len(part)
 
 
 PATCHES: dict[tuple[Any, str], Any] = {

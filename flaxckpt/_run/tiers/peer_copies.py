@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +81,8 @@ class Copied(NamedTuple):
 def copy_metadata(sources: Sources, mode: int | None) -> None:
     """Copies the metadata of a step, unless this process has it whole.
 
+    Does not sync it: what a power cut damages is copied again.
+
     Raises:
         DamagedCheckpointError: No other process has it.
     """
@@ -100,9 +101,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
             _mend(path, files)
             return
         try:
-            with _checkpoint.commit.replacing(path, overwrite=True, mode=mode) as new:
-                new.write(files)
-                new.commit(marker)
+            _write_metadata(path, {**files, parts.MARKER: marker}, mode)
         except OSError as error:
             _check_disk(error, path)
             raise
@@ -112,6 +111,19 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         + errors.rows(faults or ["no other process has a part of it"])
         + "\nRestore another step."
     )
+
+
+def _write_metadata(path: Path, files: Mapping[str, bytes], mode: int | None) -> None:
+    """Writes the metadata of a step, in place of another save of it, if any."""
+    with _storage.temporary.new_directory(path, mode) as aside:
+        _storage.of(aside).write_files(aside, files)
+        if mode is not None:
+            _storage.modes.set_below(aside, mode)
+        if path.exists():
+            _checkpoint.overwrite.check_replaceable(path)
+            _storage.transaction.replace(aside, path, _steps.markers.PIN.__eq__)
+        else:
+            aside.rename(path)
 
 
 def has_metadata(path: Path) -> bool:
@@ -184,39 +196,37 @@ def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], by
     path = sources.path
     with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
 
-        def read(name: str) -> bytes:
-            name = f"{path.name}/{_check_name(name)}"
-            return peer.read(name, _formats.orbax_json.MAX_BYTES)
+        def read(names: Iterable[str]) -> dict[str, bytes]:
+            there = {f"{path.name}/{_check_name(name)}": name for name in names}
+            found = peer.read(there, _formats.orbax_json.MAX_BYTES)
+            return {there[name]: content for name, content in found.items()}
 
-        marker, manifest = read(parts.MARKER), read(parts.MANIFEST)
+        files = read((parts.MARKER, parts.MANIFEST, PARTS))
+        if not {parts.MARKER, parts.MANIFEST} <= files.keys():
+            raise FileNotFoundError(f"{path.name} is not there")
+        marker, manifest = files.pop(parts.MARKER), files[parts.MANIFEST]
         is_same = marker == _commit_marker(manifest)
         if not is_same or _storage.files.digest(marker) != sources.save:
             raise ValueError(f"{path.name} is another save there")
-        try:
-            known = _steps.markers.parse_parts(read(PARTS))
-        except FileNotFoundError:
-            known = parts.parse_manifest(manifest)
         (listed,) = parts.parse_manifest(manifest).files
+        known = StepParts(0, (listed,))
+        if PARTS in files:
+            known = _steps.markers.parse_parts(files[PARTS])
         if {n: size for part in known.files for n, size in part.items()} != listed:
             raise ValueError(f"the parts of {path.name} are not those of its manifest")
-        files = {parts.MANIFEST: manifest}
         files[PARTS] = known._replace(own=None).content()
-        deleted = set()
-        digests = json.loads(manifest)["digests"]
-        for item in {_steps.markers.top(name) for name in {*listed, *digests}}:
-            mark = _steps.markers.deletion_marker(item)
-            with contextlib.suppress(FileNotFoundError):
-                files[mark] = read(mark)
-                deleted.add(item)
-        for name, digest in _digests(manifest, known, deleted).items():
-            files[name] = read(name)
-            found = _storage.files.digest(files[name])
-            _storage.files.check_digest(name, found, digest)
-        rest = _formats.items.UNDIGESTED - {parts.MARKER, *files}
-        for name in (*rest, *_MARKERS):
-            with contextlib.suppress(FileNotFoundError):
-                files[name] = read(name)
-    return files, marker
+        names = {*_digests(manifest, known, ()), *_formats.items.UNDIGESTED, *_MARKERS}
+        items = {_steps.markers.top(name) for name in {*listed, *names}}
+        marks = {_steps.markers.deletion_marker(item): item for item in items}
+        files |= read({*names, *marks} - {parts.MARKER, *files})
+    deleted = {marks[name] for name in marks.keys() & files.keys()}
+    for name, digest in _digests(manifest, known, deleted).items():
+        if name not in files:
+            raise FileNotFoundError(f"{path.name}/{name} is not there")
+        found = _storage.files.digest(files[name])
+        _storage.files.check_digest(name, found, digest)
+    left = {n: files[n] for n in files if _steps.markers.top(n) not in deleted}
+    return left, marker
 
 
 def _check_name(name: str) -> str:
