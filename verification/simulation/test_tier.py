@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from flaxckpt._distributed import messages, operation
 from flaxckpt._run.tiers import parts, upload_copies
 from verification.simulation import kernel, planted_tier, runner, tier
 
@@ -91,6 +92,29 @@ def test_step_replaced_during_upload_does_not_count_as_uploaded():
         turns = ["restore", "save", "overwrite", *["measure"] * 20]
         story.run_job(2, turns, is_calm=True)
         story.end(2)
+
+
+def _miss_the_end_of_the_meeting(missed, first=operation.Operation.first):
+    def wait(self, stage, mine, **options):
+        if stage == "seen" and self.index == 1 and not missed:
+            missed.append(stage)
+            raise messages.ApartError([messages.Failure(0, messages.LATE, "missed")])
+        return first(self, stage, mine, **options)
+
+    return wait
+
+
+def test_processes_that_disagree_whether_they_have_met_meet_again():
+    missed = []
+    patches = {(operation.Operation, "first"): _miss_the_end_of_the_meeting(missed)}
+    with runner.installed(tier, patches), tier.story(1, copies=1) as story:
+        script = story.run_job(3, ["save", "save", "copies"], is_calm=True)
+    assert missed
+    first, *rest = [
+        [result.error for result in each.values()] for each in script.results
+    ]
+    assert all(first)
+    assert rest == [[None] * 3] * 2
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ class PartTier:
         self._server: FileServer | None = None
         self._own = 0
         self._peers: Sequence[Peer] = ()
+        self._meeting: str | None = None
         self._keepers: Sequence[Sequence[int]] = ()
         self._sources: dict[Path, Sources] = {}
         self._guard = _util.forks.PerProcess(threading.Lock)
@@ -150,21 +151,25 @@ class PartTier:
         if self._server is not None:
             self._server.close()
             self._server = None
-            self._peers = ()
+            self._meeting = None
 
     # ---- the processes ------------------------------------------------------------
 
     def meet(self, operation: Operation) -> None:
-        """Learns of the servers of all processes, once.
+        """Learns of the servers of all processes, unless all did in one operation.
+
+        After a failure, some may have learnt of them, and others not.
 
         Raises:
             OptionError: Processes have the same directory, or too few are in other
                 failure domains.
         """
-        if self._peers:
+        row = json.dumps([socket.gethostname(), self._meeting])
+        rows = [json.loads(text) for text in operation.exchange("host", row)]
+        hosts, meetings = zip(*rows, strict=True)
+        if self._meeting and {*meetings} == {self._meeting}:
             return
         self._own = operation.index
-        hosts = operation.exchange("host", socket.gethostname())
         if self._server is None:
             self._server = _distributed.peer_files.FileServer(
                 self._root, self._address(hosts), self._certificate
@@ -205,6 +210,7 @@ class PartTier:
             _distributed.peer_files.Peer(host, port, token, certificate)
             for (host, port, token), _, _ in rows
         ]
+        self._meeting = rows[0][2]
 
     def _address(self, hosts: Collection[str]) -> str:
         """Returns the address for the server of this process.
