@@ -69,6 +69,16 @@ def test_a_step_survives_the_loss_of_a_failure_domain():
         _lose_a_failure_domain({(parts, "choose_copies"): _copy_to_the_next})
 
 
+def test_uploads_no_step_without_all_parts():
+    with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["save"], is_calm=True)
+        script = story.run_job(1, ["uploads"], is_calm=True)
+    ((result,),) = [each.values() for each in script.results]
+    assert "process 1" in str(result.error)
+    assert not story.ledger.far
+
+
 def _help_slowly(staging, operation, help_copy=upload_copies.help_copy):
     result = help_copy(staging, operation)
     kernel.current().sleep(30.0)

@@ -81,7 +81,7 @@ class Copied(NamedTuple):
 def copy_metadata(sources: Sources, mode: int | None) -> None:
     """Copies the metadata of a step, unless this process has it whole.
 
-    Does not sync it: what a power cut damages is copied again.
+    A power cut may take it away again, but does not damage it.
 
     Raises:
         DamagedCheckpointError: No other process has it.
@@ -119,6 +119,7 @@ def _write_metadata(path: Path, files: Mapping[str, bytes], mode: int | None) ->
         _storage.of(aside).write_files(aside, files)
         if mode is not None:
             _storage.modes.set_below(aside, mode)
+        _storage.of(aside).sync_tree(aside)
         if path.exists():
             _checkpoint.overwrite.check_replaceable(path)
             _storage.transaction.replace(aside, path, _steps.markers.PIN.__eq__)

@@ -111,8 +111,11 @@ def make(
     Raises:
         DamagedCheckpointError: The step is damaged here, or no process has a part.
     """
-    if operation is None and (why := _checkpoint.verify.find_damage(path, None)):
-        raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
+    if operation is None:
+        if why := _checkpoint.verify.find_damage(path, None):
+            raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
+        if (held := find_held(path)) is not None:
+            _assign(path, range(len(find_parts(path).files)), [held.parts])
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
