@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         to_host,
         typed_values,
         write,
+        written,
     )
 
 if not TYPE_CHECKING:

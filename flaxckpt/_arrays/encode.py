@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _state, _storage
-from flaxckpt._arrays.chunks_to_write import Count
+from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr.metadata import Encoding
@@ -24,7 +23,10 @@ _ENCODED_PART = 16 * 2**20
 
 
 def write_encoded(
-    root: Path, arrays: Sequence[HostArray], encoding: Encoding, report: Count
+    root: Path,
+    arrays: Sequence[HostArray],
+    encoding: Encoding,
+    report: _util.progress.Count,
 ) -> None:
     """Writes arrays, or parts of arrays that exist, by TensorStore.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import errno
 import functools
 import math
@@ -57,31 +58,23 @@ _SMALL_BYTES = 2**20
 # ---- readings in progress -------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True)
 class Reading:
     """A read of a leaf in progress.
 
-    Run `tasks` first, in any order and on any thread; `arrays` then returns the values.
-    `result` raises ValueError and OSError of both.
+    `run` the tasks first; `result` then returns the values, or raises their ValueError
+    or OSError.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Callable[[], None]],
-        arrays: Callable[[], Mapping[Region, Array]],
-    ) -> None:
-        self._errors: list[Exception] = []
-        # No methods of this object: a cycle would hold the values, perhaps the size of
-        # the whole state, until the garbage collector runs.
-        self.tasks = tuple(
-            [functools.partial(_attempt, task, self._errors) for task in tasks]
-        )
-        self._arrays = arrays
+    tasks: Sequence[Callable[[], None]]
+    arrays: Callable[[], Mapping[Region, Array]]
+    errors: list[Exception] = dataclasses.field(default_factory=list)
 
     def result(self) -> Mapping[Region, Array]:
         """Returns the values: region -> values."""
-        if self._errors:
-            raise self._errors[0]
-        return self._arrays()
+        if self.errors:
+            raise self.errors[0]
+        return self.arrays()
 
 
 def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
@@ -105,7 +98,11 @@ def failed_reading(error: Exception) -> Reading:
 
 def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
     """Runs the tasks of all readings, in files or in an object store."""
-    tasks = [task for reading in readings for task in reading.tasks]
+    tasks = [
+        functools.partial(_attempt, task, reading.errors)
+        for reading in readings
+        for task in reading.tasks
+    ]
     threads = _THREADS_IN_STORES if in_store else THREADS
     _util.threads.each(operator.call, tasks, threads=threads)
 
@@ -420,11 +417,7 @@ def _block(
     size, has_checksum = form.chunk_bytes, form.encoding.checksum
     if raw.checksums is None:
         return Block(file, size, has_checksum, offset=offset, key=chunk.key)
-    index = [
-        start // length
-        for (start, _), length in zip(chunk.bounds, form.chunk_shape, strict=True)
-    ]
-    n = raw.checksums.place(index)
+    n = raw.checksums.place(chunk.bounds, form.chunk_shape)
     return Block(
         file,
         size,
@@ -535,21 +528,17 @@ def from_database(
                 chunk_file.check(block, [values.data], tail.tobytes())
             for region, bounds in places:
                 parts[region].append((bounds, form.values(values, bounds)))
-        return {region: _join(form, region, parts[region]) for region in regions}
+        found: dict[Region, Array] = {}
+        for region, pieces in parts.items():
+            if len(pieces) == 1:
+                found[region] = pieces[0][1]
+                continue
+            found[region] = empty(zarr_metadata.extent(region), form.dtype)
+            for bounds, piece in pieces:
+                found[region][zarr_metadata.within(bounds, region)] = piece
+        return found
 
     return Reading([], arrays)
-
-
-def _join(
-    form: ChunkForm, region: Region, parts: Sequence[tuple[Region, Array]]
-) -> Array:
-    """Returns the values of `region`, given the values of all parts of it."""
-    if len(parts) == 1:
-        return parts[0][1]
-    target = empty(zarr_metadata.extent(region), form.dtype)
-    for bounds, part in parts:
-        target[zarr_metadata.within(bounds, region)] = part
-    return target
 
 
 def metadata_check(

@@ -35,13 +35,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
 
         [data] = blocks.values()
         return to_device.make_keys(data, wanted)
-    dtype = wanted.dtype or ""
-    # A Python number has no width: check the range now.
-    is_number = wanted.is_python_number or found.is_python_number
-    typed = {
-        region: _as_dtype(_decode(block, found.dtype or "", dtype), dtype, is_number)
-        for region, block in blocks.items()
-    }
+    typed = {r: _as_wanted(block, found, wanted) for r, block in blocks.items()}
     if wanted.python_type == "jax.Array":
         from flaxckpt._arrays import to_device
 
@@ -54,19 +48,16 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
     return array.item()
 
 
-def _decode(block: Array, found: str, wanted: str) -> Array:
-    """Returns the stored values in the stored or the wanted type."""
-    is_cast = (
-        _state.numpy_dtypes.name(block.dtype)
-        == wanted
-        != _state.dtypes.stored_name(found)
-    )
-    return block if is_cast else _state.numpy_dtypes.from_stored(block, found)
-
-
-def _as_dtype(array: Array, dtype_name: str, is_number: bool) -> Array:
+def _as_wanted(array: Array, found: LeafInfo, wanted: LeafInfo) -> Array:
+    """Converts stored values, which may have been cast while they were read."""
+    dtype_name, stored = wanted.dtype or "", found.dtype or ""
+    is_wanted = _state.numpy_dtypes.name(array.dtype) == dtype_name
+    if not is_wanted or _state.dtypes.stored_name(stored) == dtype_name:
+        array = _state.numpy_dtypes.from_stored(array, stored)
     if _state.numpy_dtypes.name(array.dtype) == dtype_name:
         return array
+    # A Python number has no width: check the range now.
+    is_number = wanted.is_python_number or found.is_python_number
     if is_number and _state.dtypes.kind(dtype_name) in ("int", "uint"):
         low, high = _state.dtypes.bounds(dtype_name)
         if not low <= array.item() <= high:

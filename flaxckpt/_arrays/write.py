@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -18,20 +19,17 @@ from typing import NamedTuple
 from flaxckpt import _storage, _util
 from flaxckpt._arrays import chunks_to_write, encode, to_host
 from flaxckpt._arrays.chunks_to_write import COPIES_IN_REQUESTS
-from flaxckpt._arrays.chunks_to_write import (
-    DEFAULT_CONCURRENT_BYTES as DEFAULT_CONCURRENT_BYTES,
-)
-from flaxckpt._arrays.chunks_to_write import Count as Count
-from flaxckpt._arrays.chunks_to_write import WriteOptions as WriteOptions
 from flaxckpt._arrays.to_host import HostArray, HostShard
-from flaxckpt._arrays.written import Checksums as Checksums
-from flaxckpt._arrays.written import Previous as Previous
-from flaxckpt._arrays.written import Written as Written
+from flaxckpt._arrays.written import Previous, Written
+from flaxckpt._util.pace import Pace
 from flaxckpt._zarr import btree, chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt._zarr.btree import Place, Value
 from flaxckpt._zarr.metadata import Encoding
+
+DEFAULT_CONCURRENT_BYTES = 2 * 2**30
+"""Default of the bytes in transfer between memory and storage at a time."""
 
 _OWN_FILE_BYTES = 2**20
 """Smaller arrays never have files of their own, which a later save may link."""
@@ -47,6 +45,37 @@ _FILE_NAME = re.compile(r"(?!\.{1,2}$)[\w.+@=~-]{1,200}(?<!\.__lock)", re.ASCII)
 
 TensorStore reads no file called `….__lock`.
 """
+
+
+class WriteOptions(NamedTuple):
+    """How arrays are written.
+
+    Attributes:
+        encoding: Encoding of the chunks.
+        max_concurrent_bytes: Bytes copied or passed to TensorStore and not yet written.
+            A larger array is written alone.
+        report: Called with the bytes of written values, as in memory.
+        previous: An earlier checkpoint on the same file system. Equal files are linked
+            instead of written.
+        writer: Number of this process or call, if others write other chunks or arrays
+            to the same database.
+        with_metadata: Whether this writer writes the metadata of the arrays.
+        segment_bytes: Bytes of the segments of chunks that are verified on their own.
+        pace: The pace of the threads that write chunk files to a disk; None for full
+            speed. Threads of TensorStore serve the whole program, so they have none.
+        total_bytes: Bytes of all arrays of the checkpoint, by all calls and processes,
+            which decide about the files.
+    """
+
+    encoding: Encoding
+    max_concurrent_bytes: int = DEFAULT_CONCURRENT_BYTES
+    report: _util.progress.Count = _util.progress.ignore
+    previous: Previous | None = None
+    writer: int = 0
+    with_metadata: bool = True
+    segment_bytes: int = sys.maxsize
+    pace: Pace | None = None
+    total_bytes: int = 0
 
 
 class FileSizes(NamedTuple):
@@ -157,7 +186,7 @@ class DatabaseWriter:
                     array,
                     chunk.key,
                     chunk.shard.holders,
-                    chunk.nbytes,
+                    chunk.data.nbytes,
                     size + tail,
                     size * (chunk.needs_copy() + requests),
                     functools.partial(

@@ -79,7 +79,7 @@ class SaveRequest:
     lineage: Sequence[Lineage] = ()
     started: float = dataclasses.field(default_factory=time.monotonic)
     on_planned: Callable[..., object] | None = None
-    count: _arrays.write.Count = _util.progress.ignore
+    count: _util.progress.Count = _util.progress.ignore
     operation: _distributed.operation.Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
@@ -127,7 +127,7 @@ class WrittenFiles(NamedTuple):
     """Bytes of all written files, without hard links, and arrays for the next save."""
 
     size: int
-    arrays: _arrays.write.Previous
+    arrays: _arrays.written.Previous
 
 
 _locks: weakref.WeakValueDictionary[Path, threading.Lock] = (
@@ -237,14 +237,14 @@ def replacing(
     )
 
 
-WrittenArrays: TypeAlias = dict[str, _arrays.write.Written]
+WrittenArrays: TypeAlias = dict[str, _arrays.written.Written]
 """Item -> what was written to its database."""
 
 
 def write_files(
     snapshot: Snapshot,
     transaction: Transaction,
-    previous: _arrays.write.Previous | None,
+    previous: _arrays.written.Previous | None,
 ) -> tuple[dict[str, bytes], WrittenArrays]:
     """Writes the arrays and metadata files of this process, without the manifest.
 
@@ -265,7 +265,7 @@ def write_files(
 def write_arrays(
     snapshot: Snapshot,
     root: Path,
-    previous: _arrays.write.Previous | None,
+    previous: _arrays.written.Previous | None,
     check: Callable[[], object],
 ) -> WrittenArrays:
     """Writes the arrays of this process; hard-links those that are equal in `previous`.
@@ -362,14 +362,14 @@ def commit_files(
 
 def linkable_arrays(
     snapshot: Snapshot, stamp: _storage.Stamp | None
-) -> _arrays.write.Previous:
+) -> _arrays.written.Previous:
     """Returns the arrays that the next save may hard-link; none without a stamp."""
     sources = {
         array.name: (array.source, array.dtype)
         for array in snapshot.arrays
         if array.source is not None and stamp is not None
     }
-    return _arrays.write.Previous(snapshot.request.path, sources, stamp)
+    return _arrays.written.Previous(snapshot.request.path, sources, stamp)
 
 
 def metadata_files(

@@ -433,7 +433,7 @@ def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JS
 
 
 def write_snapshot(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None = None
+    snapshot: Snapshot, previous: _arrays.written.Previous | None = None
 ) -> WrittenFiles:
     """Writes a snapshot and commits the checkpoint durably, from all processes.
 
@@ -448,7 +448,7 @@ def write_snapshot(
 
 
 def _write_snapshot(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None
+    snapshot: Snapshot, previous: _arrays.written.Previous | None
 ) -> WrittenFiles:
     request = snapshot.request
     if request.overwrite and not _storage.of(request.path).can_rename:

@@ -135,7 +135,7 @@ def _is_of_several(leaf: Named) -> bool:
 
 
 def write_snapshot(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None
+    snapshot: Snapshot, previous: _arrays.written.Previous | None
 ) -> WrittenFiles:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
@@ -156,7 +156,7 @@ def write_snapshot(
 
 
 def _lead(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
+    snapshot: Snapshot, previous: _arrays.written.Previous | None, operation: Operation
 ) -> WrittenFiles:
     with commit.begin(snapshot) as transaction:
         try:
@@ -188,12 +188,12 @@ def _collect(reports: Sequence[str], arrays: commit.WrittenArrays) -> dict[str, 
     for report in map(json.loads, reports[1:]):
         digests |= report["digests"]
         for item, rows in report["arrays"].items():
-            arrays[item].add(_arrays.write.Written.from_json(rows))
+            arrays[item].add(_arrays.written.Written.from_json(rows))
     return digests
 
 
 def _follow(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
+    snapshot: Snapshot, previous: _arrays.written.Previous | None, operation: Operation
 ) -> WrittenFiles:
     try:
         temporary = snapshot.request.path.parent / operation.first("made", str)
@@ -214,7 +214,7 @@ def _follow(
 def _write_part(
     snapshot: Snapshot,
     temporary: Path,
-    previous: _arrays.write.Previous | None,
+    previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> dict[str, JSON]:
     """Writes the chunks and the dataset state of this process, durably.
@@ -265,7 +265,7 @@ _TEXT_BYTES = 2**20
 
 
 def _write_own(
-    snapshot: Snapshot, previous: _arrays.write.Previous | None, operation: Operation
+    snapshot: Snapshot, previous: _arrays.written.Previous | None, operation: Operation
 ) -> WrittenFiles:
     """Writes this process's part, and commits it when all parts are durable.
 
@@ -313,7 +313,7 @@ def _is_late(error: BaseException) -> bool:
 def _write_first(
     snapshot: Snapshot,
     transaction: Transaction,
-    previous: _arrays.write.Previous | None,
+    previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> tuple[dict[str, bytes], _Parts]:
     """Writes the part of process 0, and sends the metadata to the others.

@@ -313,7 +313,7 @@ class _Batches:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.written = _arrays.write.Written({}, {})
+        self.written = _arrays.written.Written({}, {})
         self.next_number = 0
 
     def keep(self, done: Collection[str]) -> set[str]:
@@ -325,7 +325,7 @@ class _Batches:
             if set(data["pieces"]) <= set(done):
                 kept |= set(data["pieces"])
                 files.add(file)
-                self.written.add(_arrays.write.Written.from_json(data["written"]))
+                self.written.add(_arrays.written.Written.from_json(data["written"]))
                 self.next_number = max(self.next_number, int(file.stem) + 1)
         files |= {
             self._root / value.file
@@ -337,7 +337,7 @@ class _Batches:
                 file.unlink()
         return kept
 
-    def add(self, written: _arrays.write.Written, pieces: Sequence[str]) -> None:
+    def add(self, written: _arrays.written.Written, pieces: Sequence[str]) -> None:
         """Adds a batch, durably."""
         number, storage = self.next_number, _storage.of(self._root)
         content = {"pieces": list(pieces), "written": written.to_json()}

@@ -76,7 +76,7 @@ def _arrays_of(
 
 
 def of_written(
-    manifest: Manifest, written: _arrays.write.Checksums
+    manifest: Manifest, written: _arrays.written.Checksums
 ) -> dict[LeafPath, ChunkChecksums]:
     """Returns the checksums of new chunks from all processes, by leaf path."""
     encoding = manifest.encoding

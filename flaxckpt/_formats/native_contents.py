@@ -127,7 +127,7 @@ def seal(
     contents: Contents,
     files: Mapping[str, bytes],
     root: Path,
-    written: Mapping[str, _arrays.write.Written] | None,
+    written: Mapping[str, _arrays.written.Written] | None,
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """Returns the last files: indexes of databases, the manifest, and its digest.
@@ -155,7 +155,7 @@ def seal(
     recorded |= digests
     last: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    checksums: _arrays.write.Checksums = {}
+    checksums: _arrays.written.Checksums = {}
     for item, arrays in (written or {}).items():
         start = items.prefix(item)
         checksums |= {

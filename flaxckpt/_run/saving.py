@@ -64,7 +64,7 @@ class Saves:
         self._lock = _util.forks.PerProcess(threading.RLock)
         self._handle: SaveHandle | None = None
         self._handle_step: int | None = None
-        self._last_arrays: _arrays.write.Previous | None = None  # by our last save
+        self._last_arrays: _arrays.written.Previous | None = None  # by our last save
         self._own_steps: set[int] = set()
         self._has_tried_undoing = False  # its transforms, as a test
 
@@ -265,7 +265,7 @@ class Saves:
         except OSError as error:
             _log.warning("the statistics of step %d are missing: %s", step.step, error)
 
-    def _previous(self) -> _arrays.write.Previous | None:
+    def _previous(self) -> _arrays.written.Previous | None:
         """Returns the arrays of the newest step, for hard links to unchanged files."""
         if not _storage.of(self._run.saves_in).can_rename:  # nor link
             return None
@@ -280,7 +280,7 @@ class Saves:
         last = self._last_arrays
         if last is not None and last.root == newest and last.is_current():
             return last
-        return _arrays.write.Previous(newest, {})
+        return _arrays.written.Previous(newest, {})
 
     def _skip(self, request: SaveRequest) -> SaveHandle:
         step, final = request.number, request.path

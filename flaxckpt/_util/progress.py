@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 from flaxckpt._util import forks, job
 
@@ -52,6 +52,10 @@ class Counter:
     def set(self, done: int, total: int) -> None:
         """Sets the finished amount and the total."""
         self.done, self.total = done, total
+
+
+Count: TypeAlias = Callable[[int], object]
+"""A function that is called with each finished amount."""
 
 
 def ignore(size: int) -> None:

@@ -11,6 +11,7 @@ out that the kind of the manifest follows the identifier of the database.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import operator
@@ -277,16 +278,6 @@ def _texts(texts: Sequence[bytes], column: Iterable[int] = ()) -> list[_Field]:
 # ---- decoding -----------------------------------------------------------------------
 
 
-def unpack_manifest(content: bytes) -> bytes:
-    """Returns the fields of a manifest, decompressed; raises ValueError if damaged."""
-    return _unpack(content, _MANIFEST_MAGIC)
-
-
-def unpack_node(content: bytes) -> bytes:
-    """Returns the fields of a node, decompressed; raises ValueError if damaged."""
-    return _unpack(content, _NODE_MAGIC)
-
-
 def _unpack(content: bytes, magic: bytes) -> bytes:
     size = len(content)
     if size < _HEADER_BYTES + 2 + _CHECKSUM.size or content[:4] != magic:
@@ -305,6 +296,13 @@ def _unpack(content: bytes, magic: bytes) -> bytes:
     elif len(fields) > MAX_NODE_BYTES:
         raise ValueError(f"it has more than {MAX_NODE_BYTES} bytes")
     return fields
+
+
+unpack_manifest = functools.partial(_unpack, magic=_MANIFEST_MAGIC)
+"""Returns the fields of a manifest, decompressed; raises ValueError if damaged."""
+
+unpack_node = functools.partial(_unpack, magic=_NODE_MAGIC)
+"""Returns the fields of a node, likewise."""
 
 
 def _decompress(frame: bytes) -> bytes:
@@ -464,12 +462,15 @@ class _Fields:
         return keys
 
     def _texts(self, shared: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-        texts, last, total = [], b"", 0
+        texts, last, at = [], b"", 0
+        rests = self.take(sum(lengths))
+        total = len(rests)
         for n, length in zip((0, *shared), lengths, strict=False):
-            total += n + length
+            total += n
             if n > len(last) or total > MAX_NODE_BYTES:
                 raise ValueError("its texts are longer than is possible or supported")
-            last = last[:n] + self.take(length)
+            last = last[:n] + rests[at : at + length]
+            at += length
             texts.append(last)
         return texts
 

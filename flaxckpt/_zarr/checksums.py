@@ -62,11 +62,13 @@ class ChunkChecksums(NamedTuple):
         start = n * count * CHECKSUM_BYTES
         return struct.unpack_from(f"<{count}I", self.inner, start)
 
-    def place(self, index: Sequence[int]) -> int:
-        """Returns the number of the chunk `index` in C order."""
+    def place(self, bounds: Iterable[tuple[int, int]], chunk_shape: Shape) -> int:
+        """Returns the number of the chunk at the start of `bounds` in C order."""
         number = 0
-        for i, size in zip(index, self.grid, strict=True):
-            number = number * size + i
+        for (start, _), length, size in zip(
+            bounds, chunk_shape, self.grid, strict=True
+        ):
+            number = number * size + start // length
         return number
 
 

@@ -44,7 +44,7 @@ class DatabaseIndex:
 
     def __init__(self, root: Path, size: int) -> None:
         self._root = root
-        self.values = _read_tree(root, size)
+        self.values = _Tree(root).read(size)
         self._keys = list(self.values)
 
     def keys(self, prefix: str) -> list[str]:
@@ -128,16 +128,7 @@ def read_tree(root: Path) -> dict[bytes, btree.Value]:
     """
     manifest = root / DATABASE
     with _storage.paths.read_ahead([manifest]):
-        return _read_tree(root, _storage.of(root).fingerprint(manifest)[1])
-
-
-def _read_tree(root: Path, size: int) -> dict[bytes, btree.Value]:
-    """Returns the values of a database with a manifest of `size` bytes."""
-    if size > _MAX_MANIFEST_BYTES:
-        raise ValueError(
-            f"{DATABASE} has {size} bytes, wanted at most {_MAX_MANIFEST_BYTES}"
-        )
-    return _Tree(root).read(size)
+        return _Tree(root).read(_storage.of(root).fingerprint(manifest)[1])
 
 
 class _Tree:
@@ -150,6 +141,11 @@ class _Tree:
 
     def read(self, manifest_bytes: int) -> dict[bytes, btree.Value]:
         """Returns all keys and their values."""
+        if manifest_bytes > _MAX_MANIFEST_BYTES:
+            raise ValueError(
+                f"{DATABASE} has {manifest_bytes} bytes, wanted at most"
+                f" {_MAX_MANIFEST_BYTES}"
+            )
         content = _read_part(self._root, btree.Place(DATABASE, 0, manifest_bytes))
         with _named(DATABASE):
             fields = btree.unpack_manifest(content)

@@ -383,7 +383,7 @@ def test_reads_index_once_for_compressed_arrays(tmp_path, codec, monkeypatch):
     state = {f"w{n}": np.full(2**11, n, np.float32) for n in range(30)}
     flaxckpt.save(tmp_path / "c", state, layout=flaxckpt.ArrayLayout(codec=codec))
     reads = []
-    read_tree = ocdbt._read_tree
+    read_tree = ocdbt._Tree.read
     seams.replace(
         monkeypatch,
         "ocdbt.read_tree",

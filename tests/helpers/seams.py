@@ -115,7 +115,7 @@ SEAMS = {
     "msgpack.max_chunk_bytes": "_formats.msgpack.writer:MAX_CHUNK_BYTES",
     "native_manifest.leaf_row": "_formats.native_manifest:leaf_row",
     "native_manifest.parsed_leaves": "_formats.native_manifest:_PARSED_LEAVES",
-    "ocdbt.read_tree": "_zarr.ocdbt:_read_tree",
+    "ocdbt.read_tree": "_zarr.ocdbt:_Tree.read",
     "orbax_json.max_bytes": "_formats.orbax_json:MAX_BYTES",
     "overwrite.is_empty": "_checkpoint.overwrite:_is_empty",
     "processes.process_count": "_util.processes:process_count",
