@@ -248,7 +248,7 @@ def require_equal(leaf: Leaf, others: Sequence[Leaf], advice: str = _ADVICE) -> 
 
 
 def _is_wide(leaf: Leaf) -> bool:
-    return _state.dtypes.is_wide(leaf.info.dtype) or has_wide_fn(leaf)
+    return leaf.info.dtype in _state.dtypes.WIDE or has_wide_fn(leaf)
 
 
 def _have_same_sources(leaf: Leaf, other: Leaf) -> bool:
@@ -402,7 +402,7 @@ def _result_info(base: LeafInfo, result: Any) -> LeafInfo:
     is_number = base.kind == "scalar" and not info.shape
     if info.kind == "array" and (is_number or base.python_type == "numpy.ndarray"):
         info = dataclasses.replace(info, kind=base.kind, python_type=base.python_type)
-    is_cut = _state.dtypes.is_wide(info.dtype) and info.python_type == "jax.Array"
+    is_cut = info.dtype in _state.dtypes.WIDE and info.python_type == "jax.Array"
     if is_cut and base.kind == "scalar":  # an array of Python numbers
         info = dataclasses.replace(info, python_type="numpy.ndarray")
     return dataclasses.replace(info, weak_type=False, role=base.role, boxes=base.boxes)

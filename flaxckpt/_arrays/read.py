@@ -8,6 +8,7 @@ TensorStore.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +156,7 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     faults = Faults()
     too_large: list[errors.Mismatch] = []
     databases = Databases()
-    context = new_context()
+    context = functools.cache(new_context)  # few reads need one
     for batch in read_plan.batches(jobs, options.max_concurrent_bytes):
         blocks = _read_batch(batch, options, databases, context, faults)
         while blocks:  # release the blocks of finished arrays
@@ -195,7 +196,7 @@ def _read_batch(
     batch: Sequence[ReadJob],
     options: ReadOptions,
     databases: Databases,
-    context: ts.Context,
+    context: Callable[[], ts.Context],
     faults: Faults,
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Reads the parts of each leaf that local devices need.
@@ -204,7 +205,7 @@ def _read_batch(
     arrays, slow each other down.
     """
     # Large leaves first, so that the last requests are short.
-    batch = sorted(batch, key=lambda job: -job.nbytes)
+    batch = sorted(batch, key=operator.attrgetter("nbytes"), reverse=True)
     readings = [_begin(job, options, databases, context) for job in batch]
     unreported = [
         _report_tasks(job, reading, options.report)
@@ -252,7 +253,10 @@ def _report_tasks(
 
 
 def _begin(
-    job: ReadJob, options: ReadOptions, databases: Databases, context: ts.Context
+    job: ReadJob,
+    options: ReadOptions,
+    databases: Databases,
+    context: Callable[[], ts.Context],
 ) -> Reading:
     stored, regions = job.stored, tuple(job.reads)
     try:
@@ -264,7 +268,7 @@ def _begin(
                 memory_map=options.memory_map,
             )
         if stored.raw is None:
-            return _from_store(job, context, verify=options.verify)
+            return _from_store(job, context(), verify=options.verify)
         raw, database = stored.raw, None
         form = read_plan.form_of(raw, stored.info)
         if raw.ocdbt:

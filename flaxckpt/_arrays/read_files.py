@@ -129,6 +129,7 @@ class Database:
 
     def __init__(self, root: Path, sizes: Mapping[str, int] | None = None) -> None:
         self._root = root
+        self._storage = _storage.of(root)
         self._index = zarr_ocdbt.open_index(root)
         self._sizes = sizes
         self._checked: set[str] = set()
@@ -167,7 +168,7 @@ class Database:
             )
         if place.file not in self._checked:
             file = self._root / place.file
-            found = _storage.of(file).known_size(file, None)
+            found = self._storage.known_size(file, None)
             if found is not None and found != size:
                 raise ValueError(f"{file.name} has {found} bytes instead of {size}")
             self._checked.add(place.file)
@@ -199,7 +200,7 @@ class Database:
         gap = small_gap(self._root)
         pieces: list[list[tuple[str, Place]]] = []
         start, end, file = 0, 0, ""
-        by_place = sorted(self._requested.items(), key=lambda item: item[1])
+        by_place = sorted(self._requested.items(), key=operator.itemgetter(1))
         for key, place in by_place:
             stop = place.offset + place.size
             is_near = place.file == file and place.offset - end <= gap
@@ -218,7 +219,7 @@ class Database:
         stop = max(place.offset + place.size for _, place in values)
         file = self._root / values[0][1].file
         try:
-            content = _storage.of(file).read_range(file, start, stop - start)
+            content = self._storage.read_range(file, start, stop - start)
         except (ValueError, OSError, MemoryError) as error:
             self._read.update((key, error) for key, _ in values)
             return
@@ -288,9 +289,10 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
     Raises ValueError for a file that has changed, or is larger than `max_bytes`, and
     OSError for one that is missing.
     """
+    digest_file = _storage.of(root).digest_file
 
     def check(name: str) -> None:
-        found = _storage.of(root).digest_file(root / name, max_bytes=max_bytes)
+        found = digest_file(root / name, max_bytes=max_bytes)
         _storage.files.check_digest(name, found, digests[name])
 
     # The index of a database is two files, one of them tiny: not worth a thread.
@@ -346,13 +348,13 @@ def from_files(
         verify: True to compare chunks with their checksums.
     """
     tasks: list[Callable[[], None]] = []
-    check: Callable[[], None] | None = None
+    metadata: str | None = None
     if database is not None:
-        check = metadata_check(raw, form, database, verify=verify)
+        metadata = _request_metadata(raw, database, verify=verify)
         verify = verify and not raw.has_digests  # digests cover the whole database
     elif verify:
-        metadata = raw.root / raw.name / zarr_metadata.METADATA
-        tasks.append(lambda: form.check_metadata(chunk_file.read_small(metadata)))
+        file = raw.root / raw.name / zarr_metadata.METADATA
+        tasks.append(lambda: form.check_metadata(chunk_file.read_small(file)))
     may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
     arrays: dict[Region, Array] = {}
     for box, inside in read_plan.group(regions, form.chunk_shape).items():
@@ -385,8 +387,8 @@ def from_files(
             tasks.append(functools.partial(_fill, form, blocks[key], parts, verify))
 
     def result() -> Mapping[Region, Array]:
-        if check is not None:
-            check()
+        if database is not None and metadata is not None:
+            form.check_metadata(database.value(metadata))
         return arrays
 
     return Reading(tasks, result)
@@ -504,7 +506,7 @@ def from_database(
 
     The tasks of `Databases.readings` must run before the result is taken.
     """
-    check = metadata_check(raw, form, database, verify=verify)
+    metadata = _request_metadata(raw, database, verify=verify)
     verify = verify and not raw.has_digests  # digests cover the whole database
     needs = read_plan.find_parts(regions, form.chunk_shape)
     names = {key: zarr_metadata.database_key(raw.name, key) for key in needs}
@@ -512,8 +514,8 @@ def from_database(
         database.request(name, form.stored_bytes)
 
     def arrays() -> Mapping[Region, Array]:
-        if check is not None:
-            check()
+        if metadata is not None:
+            form.check_metadata(database.value(metadata))
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
         for key, places in needs.items():
             content = np.frombuffer(database.value(names[key]), np.uint8)
@@ -541,20 +543,16 @@ def from_database(
     return Reading([], arrays)
 
 
-def metadata_check(
-    raw: RawArray, form: ChunkForm, database: Database, *, verify: bool
-) -> Callable[[], None] | None:
+def _request_metadata(raw: RawArray, database: Database, *, verify: bool) -> str | None:
     """Requests the metadata of an array in an open database.
 
-    Returns a function to call after the tasks of `Databases.readings`, which raises
-    ValueError if the metadata differ from the recorded form; None if they need not be
-    compared.
+    Returns the key; None if they need not be compared with the recorded form.
     """
     if not verify or raw.has_digests:  # digests cover the whole database
         return None
     name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
     database.request(name, _MAX_METADATA_BYTES)
-    return lambda: form.check_metadata(database.value(name))
+    return name
 
 
 # ---- byte ranges of a file ------------------------------------------------------

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -238,7 +239,9 @@ class DatabaseWriter:
 
     def _write_files(self, chunks: Iterable[_Stored]) -> None:
         # Large files first, so that the last writes are short.
-        files = sorted(self._plan(chunks), key=lambda file: -file.size)
+        files = sorted(
+            self._plan(chunks), key=operator.attrgetter("size"), reverse=True
+        )
         parents = {(self._root / file.path).parent for file in files}
         # Not their parents, too: another process may have removed the root.
         for directory in sorted({self._root / "d", *parents} if files else ()):
@@ -253,7 +256,7 @@ class DatabaseWriter:
     def _plan(self, chunks: Iterable[_Stored]) -> Iterator[_DataFile]:
         """Yields the files for some chunks, which are in the order of their arrays."""
         files: dict[tuple[str, bytes], list[_Stored]] = {}
-        for array, group in itertools.groupby(chunks, key=lambda chunk: chunk.array):
+        for array, group in itertools.groupby(chunks, operator.attrgetter("array")):
             is_large = array.nbytes >= self._sizes.own
             name = self._file_name(array) if is_large else ""
             for chunk in group:

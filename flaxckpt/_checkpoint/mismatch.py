@@ -100,7 +100,7 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     Without `jax_enable_x64`, jax cuts 64-bit values to 32 bits without an error.
     `found` is the stored leaf to restore; None to initialize the leaf.
     """
-    if wanted.python_type != "jax.Array" or not _state.dtypes.is_wide(wanted.dtype):
+    if wanted.python_type != "jax.Array" or wanted.dtype not in _state.dtypes.WIDE:
         return None
     widest = _widest_dtype(wanted)
     if widest == wanted.dtype:

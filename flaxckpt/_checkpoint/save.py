@@ -363,7 +363,8 @@ def plan_leaves(
         _check_repeated(flat, changed)
         table = _arrays.evaluate.evaluate_state(changed)
         structure = _state.containers.build(structure, flat.table, table)
-        keys = dict(_state.tree.key_paths(structure))
+        places = _state.tree.leaf_places(structure)
+        keys = {place.path: place.keys for place in places}
         table = {
             path: Leaf(dataclasses.replace(leaf.info, keys=keys[path]), leaf.sources)
             for path, leaf in table.items()

@@ -184,7 +184,7 @@ class SaveHandle:
         return self in _unreported
 
     def _join(self, timeout_secs: float | None = None) -> None:
-        if not self.done():
+        if not self._ended.is_set():
             self._pace.lift()
             with _util.progress.bar(self._counter):
                 self._await_end(timeout_secs)
@@ -202,7 +202,7 @@ class SaveHandle:
         """
         _util.arguments.check_timeout(timeout_secs)
         self._join(timeout_secs)
-        if not self.done():
+        if not self._ended.is_set():
             raise errors.CheckpointTimeoutError(
                 f"the {self._name} is still running after {timeout_secs} s;"
                 " call wait() again to wait longer"

@@ -157,7 +157,7 @@ def make_state(
     table = _state.boxes.with_boxes(stored.table, stored.structure)
     table = _transforms.apply(options.transforms, table)
     structure = _state.containers.build(stored.structure, stored.table, table)
-    keys = dict(_state.tree.key_paths(structure))
+    keys = {place.path: place.keys for place in _state.tree.leaf_places(structure)}
     for path, leaf in table.items():
         info = dataclasses.replace(leaf.info, keys=keys[path])
         info = _arrays.layout.with_chunk_shape(info, options.layout)

@@ -125,9 +125,10 @@ def database(item: str) -> str:
 
 def has_chunk_digests(names: Iterable[str], item: str) -> bool:
     """Returns True if digests of `names` cover an item's chunks, not only its tree."""
-    start, tree = prefix(item), f"{prefix(item)}{_zarr.metadata.TREE}"
-    inside = (f"{start}d/", f"{start}{_zarr.metadata.DATABASE_PART}")
-    return any(name.startswith(inside) and name != tree for name in names)
+    root = prefix(item)
+    chunks = (f"{root}d/", f"{root}{_zarr.metadata.DATABASE_PART}")
+    tree = f"{root}{_zarr.metadata.TREE}"
+    return any(name.startswith(chunks) and name != tree for name in names)
 
 
 def prefix(item: str) -> str:

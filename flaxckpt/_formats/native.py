@@ -158,11 +158,10 @@ def _read_native(
         stamp,
         manifest.step,
         manifest.items,
-        left_out={
-            item: "was deleted from this step"
-            for item in (*parts, *manifest.json)
-            if item in deleted
-        },
+        left_out=dict.fromkeys(
+            filter(deleted.__contains__, (*parts, *manifest.json)),
+            "was deleted from this step",
+        ),
         warnings=items.describe_damaged_items(path, damaged),
     )
 

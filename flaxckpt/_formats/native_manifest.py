@@ -207,7 +207,7 @@ def parse_state(
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
     keys: dict[LeafPath, tuple[_state.tree.Key, ...]] = {}
     recorded = set()
-    for path, path_keys, name in _find_places(structure):
+    for path, path_keys, name in _state.tree.leaf_places(structure):
         if path in keys or name not in (None, path):
             raise ValueError("its structure has leaves at wrong paths")
         keys[path] = path_keys
@@ -221,20 +221,6 @@ def parse_state(
     if len(paths) != len(infos) or paths != keys.keys() or full != recorded:
         raise ValueError("its leaves do not match its structure")
     return infos, structure
-
-
-def _find_places(
-    structure: _state.tree.Node | LeafPath, keys: tuple[_state.tree.Key, ...] = ()
-) -> list[tuple[LeafPath, tuple[_state.tree.Key, ...], LeafPath | None]]:
-    """Returns the path, keys and recorded path of each leaf; None for a container."""
-    if isinstance(structure, str) or not structure.children:
-        recorded = structure if isinstance(structure, str) else None
-        return [(_state.tree.join(keys), keys, recorded)]
-    return [
-        place
-        for key, child in zip(structure.keys, structure.children, strict=True)
-        for place in _find_places(child, keys if structure.is_box else (*keys, key))
-    ]
 
 
 def leaf_row(info: LeafInfo) -> JSON:
@@ -295,13 +281,13 @@ def _parse_leaf(
 
 
 def _with_trusted_roles(
-    infos: Sequence[LeafInfo], structure: _state.tree.Node | LeafPath
+    infos: list[LeafInfo], structure: _state.tree.Node | LeafPath
 ) -> list[LeafInfo]:
     """Returns the leaves with wrong roles from older releases corrected."""
     recorded = {info.path: info.role for info in infos if info.role is not None}
-    corrected = (
-        _state.optimizer_roles.trusted_roles(structure, recorded) if recorded else {}
-    )
+    if not recorded:
+        return infos
+    corrected = _state.optimizer_roles.trusted_roles(structure, recorded)
     return [
         dataclasses.replace(info, role=corrected[info.path])
         if info.path in corrected
@@ -317,7 +303,7 @@ def _parse_spec(parts: Any) -> tuple[MeshAxes, ...]:
 
 
 def _parse_role(row: Any) -> Role:
-    if not isinstance(row, list) or [type(part) for part in row] != [str] * 4:
+    if not isinstance(row, list) or [*map(type, row)] != [str] * 4:
         raise ValueError(f"{str(row)[:80]} is not a role")
     return Role(*row)
 
@@ -413,7 +399,7 @@ def _parse_step(step: Any) -> int | None:
 
 def _parse_texts(value: Any) -> tuple[str, ...]:
     """Converts a list of strings to a tuple; raises ValueError for anything else."""
-    if not isinstance(value, list) or not all(type(text) is str for text in value):
+    if not isinstance(value, list) or not {str}.issuperset(map(type, value)):
         raise ValueError(f"{str(value)[:80]} is not a list of strings")
     return tuple(value)
 

@@ -67,7 +67,8 @@ _NUMBER = re.compile("[a-z]+([0-9]+)")
 
 _ZARR_2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
-_WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
+"""The types that jax truncates without 64-bit mode."""
 
 
 def check(dtype_name: str) -> str:
@@ -126,14 +127,9 @@ def kind(dtype_name: str) -> str:
     raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
 
 
-def is_wide(dtype_name: str | None) -> bool:
-    """Returns True if jax truncates values of this type without 64-bit mode."""
-    return dtype_name in _WIDE
-
-
 def array_type(dtype_name: str | None) -> str:
     """Returns the type of arrays which jax does not truncate, as in `LeafInfo`."""
-    return "numpy.ndarray" if is_wide(dtype_name) else "jax.Array"
+    return "numpy.ndarray" if dtype_name in WIDE else "jax.Array"
 
 
 def restores_as(found: str, wanted: str) -> bool:

@@ -224,15 +224,38 @@ def inside_boxes(node: Node | LeafPath) -> Node | LeafPath:
     return node
 
 
-def key_paths(
-    structure: Node | LeafPath, keys: tuple[Key, ...] = ()
-) -> Iterator[tuple[LeafPath, tuple[Key, ...]]]:
-    """Yields the path and keys of each leaf and empty container, in order."""
+class LeafPlace(NamedTuple):
+    """The path and the keys of a leaf, and its path in the structure.
+
+    `recorded` is None for an empty container.
+    """
+
+    path: LeafPath
+    keys: tuple[Key, ...]
+    recorded: LeafPath | None
+
+
+def leaf_places(
+    structure: Node | LeafPath,
+    keys: tuple[Key, ...] = (),
+    path: LeafPath = "",
+) -> list[LeafPlace]:
+    """Returns the places of all leaves and empty containers, in order.
+
+    `keys` and `path` are those of the structure.
+    """
     if isinstance(structure, str) or not structure.children:
-        yield join(keys), keys
-        return
+        recorded = structure if isinstance(structure, str) else None
+        return [LeafPlace(path, keys, recorded)]
+    found: list[LeafPlace] = []
     for key, child in zip(structure.keys, structure.children, strict=True):
-        yield from key_paths(child, keys if structure.is_box else (*keys, key))
+        if structure.is_box:
+            found += leaf_places(child, keys, path)
+        else:
+            name = escape(str(key.name))
+            inner = f"{path}/{name}" if keys else name
+            found += leaf_places(child, (*keys, key), inner)
+    return found
 
 
 def containers(

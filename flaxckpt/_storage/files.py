@@ -115,22 +115,20 @@ def _checked_size(directory: str, checkpoint: Path, *, deep: bool) -> int:
                     _check_link(entry.path, checkpoint)
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode):
-                    _check_holes(entry.path, status)
+                    # A long file of almost nothing but holes: TensorStore would
+                    # allocate memory for all of it.
+                    most = max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO)
+                    if status.st_size > most:
+                        raise ValueError(
+                            f"{entry.path} has {status.st_size} bytes, most of which"
+                            " are holes"
+                        )
                     size += status.st_size
                 elif not stat.S_ISDIR(status.st_mode):
                     raise ValueError(f"{entry.path} is not a regular file")
                 elif deep:
                     waiting.append(entry.path)
     return size
-
-
-def _check_holes(path: str, status: os.stat_result) -> None:
-    """Raises ValueError for a long file of almost nothing but holes.
-
-    TensorStore would allocate memory for all of it.
-    """
-    if status.st_size > max(_LONG_BYTES, status.st_blocks * 512 * _BEST_RATIO):
-        raise ValueError(f"{path} has {status.st_size} bytes, most of which are holes")
 
 
 def _check_link(path: str, directory: Path) -> None:

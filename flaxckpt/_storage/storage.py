@@ -314,7 +314,7 @@ class Stamp(NamedTuple):
 
     def is_current(self) -> bool:
         """Returns True if the file remains unchanged."""
-        return stamp(self.path) == self
+        return of(self.path).identity(self.path) == self.identity
 
 
 def stamp(path: Path) -> Stamp:

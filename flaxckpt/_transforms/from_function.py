@@ -74,7 +74,7 @@ class _Function(TableTransform):
 
         # Python numbers need at most 32 bits, as in jax.
         is_wide = any(
-            leaf.info.kind == "array" and _state.dtypes.is_wide(leaf.info.dtype)
+            leaf.info.kind == "array" and leaf.info.dtype in _state.dtypes.WIDE
             for leaf in traced
         )
         try:

@@ -136,6 +136,7 @@ class _Tree:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._storage = _storage.of(root)
         self._stored = self._unpacked = self._nodes = 0
         self._least = b""  # no later key may be before it
 
@@ -146,7 +147,7 @@ class _Tree:
                 f"{DATABASE} has {manifest_bytes} bytes, wanted at most"
                 f" {_MAX_MANIFEST_BYTES}"
             )
-        content = _read_part(self._root, btree.Place(DATABASE, 0, manifest_bytes))
+        content = self._read_part(btree.Place(DATABASE, 0, manifest_bytes))
         with _named(DATABASE):
             fields = btree.unpack_manifest(content)
             self._count(content, fields)
@@ -170,7 +171,7 @@ class _Tree:
         prefix: bytes,
     ) -> None:
         """Adds the keys and values in a node, and in all nodes below it."""
-        content = _read_part(self._root, place)
+        content = self._read_part(place)
         with _named(place.file):
             fields = btree.unpack_node(content)
             self._count(content, fields)
@@ -188,6 +189,18 @@ class _Tree:
             self._least = prefix + child.first
             below = prefix + child.prefix
             self._add(values, child.place, child.base, height - 1, below)
+
+    def _read_part(self, place: btree.Place) -> bytes:
+        path = self._root / place.file
+        if place.size > btree.MAX_NODE_BYTES:
+            raise ValueError(
+                f"{path.name} has a node of {place.size} bytes according to its"
+                " manifest"
+            )
+        content = self._storage.read_range(path, place.offset, place.size)
+        if len(content) < place.size:
+            raise ValueError(f"{path.name} is shorter than its manifest says")
+        return content
 
     def _check_order(self, key: bytes) -> None:
         if key < self._least:
@@ -216,15 +229,3 @@ def _named(file: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-
-
-def _read_part(root: Path, place: btree.Place) -> bytes:
-    path = root / place.file
-    if place.size > btree.MAX_NODE_BYTES:
-        raise ValueError(
-            f"{path.name} has a node of {place.size} bytes according to its manifest"
-        )
-    content = _storage.of(path).read_range(path, place.offset, place.size)
-    if len(content) < place.size:
-        raise ValueError(f"{path.name} is shorter than its manifest says")
-    return content

@@ -156,7 +156,8 @@ def _leaf_paths(
     node: _state.tree.Node | LeafPath, path: tuple[_state.tree.Key, ...]
 ) -> list[LeafPath]:
     """Returns the paths of all leaves and empty containers in a node."""
-    return [leaf for leaf, _ in _state.tree.key_paths(node, path)]
+    places = _state.tree.leaf_places(node, path, _state.tree.join(path))
+    return [place.path for place in places]
 
 
 # ---- the file ---------------------------------------------------------------------
