@@ -332,20 +332,13 @@ def from_files(
     memory_map: bool,
     verify: bool,
 ) -> Reading:
-    """Reads `regions` of an array from files.
+    """Reads `regions` of an array from files, or from its open `database`.
 
+    The tasks of `Databases.readings` must run before the result of a database is taken.
+    `dtype` is the stored type, or one to cast to. If `memory_map`, files are mapped
+    where that needs no copy; if `verify`, chunks are compared with their checksums.
     Raises ValueError or OSError for a file or a value that is missing or has the wrong
     size.
-
-    Args:
-        raw: The array.
-        form: The form of its chunks.
-        regions: The regions.
-        database: The open database of the array; None for a directory with its chunks.
-            The tasks of `Databases.readings` must run before the result is taken.
-        dtype: Name of the type to return: the stored type, or one to cast to.
-        memory_map: True to map files if possible without a copy.
-        verify: True to compare chunks with their checksums.
     """
     tasks: list[Callable[[], None]] = []
     metadata: str | None = None

@@ -38,12 +38,7 @@ def _compile_wrap(impl: str | None, sharding: Sharding) -> Any:
 
 
 def to_devices(blocks: Mapping[Region, Array], wanted: LeafInfo) -> jax.Array:
-    """Returns an array on the caller's devices.
-
-    Args:
-        blocks: Region needed by each local device -> values of the wanted type.
-        wanted: The leaf requested by the caller.
-    """
+    """Returns an array on the devices of `wanted`, given the values of each region."""
     sharding = wanted.sharding
     entire = blocks.get(whole(wanted.shape))
     if sharding is None:

@@ -17,18 +17,9 @@ from flaxckpt._zarr.metadata import Array, Region
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Assembles a leaf from its values.
+    """Returns a leaf as `wanted`, given the stored values of the needed regions.
 
-    Args:
-        blocks: Region needed by each local device -> stored values.
-        found: The stored leaf.
-        wanted: The leaf requested by the caller.
-
-    Returns:
-        A `jax.Array`, a `numpy.ndarray`, or a number.
-
-    Raises:
-        OverflowError: A number is too large for the wanted type.
+    Raises OverflowError if a number is too large for the wanted type.
     """
     if wanted.kind == "prng_key":
         from flaxckpt._arrays import to_device

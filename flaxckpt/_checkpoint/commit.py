@@ -340,11 +340,8 @@ def commit_files(
 ) -> WrittenFiles:
     """Writes the last files and the markers of a checkpoint, and commits it.
 
-    Args:
-        snapshot: The written snapshot.
-        transaction: The transaction with the other files.
-        last: The result of `native_contents.seal`, and further files.
-        before: Called at the last moment; an error prevents the commit.
+    `last` is the result of `native_contents.seal`, and further files. `before` is
+    called at the last moment; an error prevents the commit.
     """
     request = snapshot.request
     last = dict(last)

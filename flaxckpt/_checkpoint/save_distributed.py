@@ -180,9 +180,7 @@ def _lead(
 def _collect(reports: Sequence[str], arrays: commit.WrittenArrays) -> dict[str, str]:
     """Adds to `arrays` what the other processes wrote; returns digests of other files.
 
-    Args:
-        reports: The reports of `_write_part`, of all processes.
-        arrays: What process 0 wrote.
+    `reports` are those of `_write_part`, of all processes.
     """
     digests: dict[str, str] = {}
     for report in map(json.loads, reports[1:]):

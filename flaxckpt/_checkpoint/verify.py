@@ -174,15 +174,9 @@ def find_faults(
 ) -> dict[str, str]:
     """Returns the faults of files of arrays: name -> the fault.
 
-    Reads only these files, and the metadata of the checkpoint `path`.
-
-    Args:
-        path: The checkpoint.
-        names: The files.
-        stream: Yields the content of a file from elsewhere; an error is its fault.
-
-    Raises:
-        DamagedCheckpointError: The metadata is damaged.
+    Reads only these files, and the metadata of the checkpoint `path`. `stream` yields
+    the content of a file from elsewhere; an error is its fault. Raises
+    DamagedCheckpointError if the metadata is damaged.
     """
     stored = locate.read_without_classes(path)
     assert stored.manifest is not None, path

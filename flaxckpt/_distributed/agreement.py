@@ -43,9 +43,7 @@ def begin(
 class Processes:
     """The processes working with a directory, possibly only this process.
 
-    Args:
-        directory: The directory of their joint operations.
-        timeout_secs: Seconds to wait for late processes.
+    `timeout_secs` is the time to wait for late processes.
     """
 
     def __init__(self, directory: Path, timeout_secs: float) -> None:
@@ -167,13 +165,9 @@ def attempt(
 ) -> T:
     """Runs `work` on all processes, and fails on all if it fails on any.
 
-    Args:
-        operation: The joint operation; None for a single process.
-        work: The work. Must call its argument after reading everything, before the
-            first device collective.
-
-    Raises:
-        CheckpointError: The error of this process, or the errors of other processes.
+    `work` must call its argument after reading everything, before the first device
+    collective. Raises the error of this process, or CheckpointError with those of
+    others.
     """
     if operation is None:
         return work(lambda: None)

@@ -30,12 +30,8 @@ _KEY = "flaxckpt/beat"
 class Heartbeats:
     """Sends the heartbeats of this process, and monitors other processes.
 
-    Process 0 monitors all processes; other processes monitor process 0.
-
-    Args:
-        store: Key-value store for the heartbeats.
-        index: Index of this process.
-        poll: Called each second; it returns at once if no operation is in progress.
+    Process 0 monitors all processes; other processes monitor process 0. `poll` is
+    called each second; it returns at once if no operation is in progress.
     """
 
     def __init__(

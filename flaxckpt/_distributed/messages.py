@@ -62,13 +62,7 @@ def failed_processes(failures: Iterable[Failure]) -> set[int]:
 
 
 class Messages:
-    """Messages of a joint operation.
-
-    Args:
-        store: Key-value store of the messages.
-        name: Unique name of the operation, the same in all processes.
-        index: Index of this process.
-    """
+    """Messages of a joint operation, whose unique name is the same in all processes."""
 
     def __init__(self, store: key_value.KeyValueStore, name: str, index: int) -> None:
         self._store = store

@@ -73,13 +73,7 @@ def _service_errors() -> Iterator[None]:
 
 
 class ProcessGroup:
-    """The processes of a job.
-
-    Args:
-        store: Key-value store for their messages.
-        index: Index of this process.
-        count: Number of processes.
-    """
+    """The processes of a job: this is process `index`, and `store` has the messages."""
 
     def __init__(self, store: key_value.KeyValueStore, index: int, count: int) -> None:
         self.store = store
@@ -97,18 +91,11 @@ class ProcessGroup:
     def begin(
         self, kind: str, directory: Path, what: str, *, timeout_secs: float
     ) -> Operation:
-        """Begins a joint operation.
+        """Begins a joint operation of a `kind`, such as `save`.
 
-        All processes begin the same operations in the same order.
-
-        Args:
-            kind: Kind of the operation, such as `save`.
-            directory: Directory of the run. A job may use several runs at a time.
-            what: Description for messages.
-            timeout_secs: Seconds to wait for late processes.
-
-        Raises:
-            OptionError: This process is a fork of a process of the job.
+        All processes begin the same operations in the same order. A job may use several
+        run directories at a time. `what` is for messages. Raises OptionError in a fork
+        of a process of the job.
         """
         if os.getpid() != self._pid:
             raise errors.OptionError(

@@ -60,12 +60,8 @@ class Peer(NamedTuple):
 def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
     """Returns the settings of a connection whose ends both have the certificate.
 
-    Args:
-        certificate: A PEM file with a certificate and its private key.
-        is_server: Whether this end is the server.
-
-    Raises:
-        OSError: The file is missing, or has no such content.
+    `certificate` is a PEM file that also has its private key. Raises OSError if the
+    file is missing, or has no such content.
     """
     kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(kind)
@@ -77,12 +73,9 @@ def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
 
 
 class FileServer:
-    """Serves the files of a directory until `close`.
+    """Serves the files of a directory at `host` until `close`.
 
-    Args:
-        root: The directory.
-        host: The address on which it listens.
-        certificate: The file of the certificate for TLS; None without TLS.
+    `certificate` is the file of the certificate for TLS; None for no TLS.
     """
 
     def __init__(self, root: Path, host: str, certificate: str | None = None) -> None:
@@ -197,9 +190,7 @@ def open_file(root: Path, name: str) -> io.FileIO | None:
 class PeerConnection:
     """A connection to the server of another process.
 
-    Args:
-        peer: The server.
-        silent_secs: Seconds without a byte after which it counts as gone.
+    The server counts as gone after `silent_secs` without a byte.
     """
 
     def __init__(self, peer: Peer, silent_secs: float = _SILENT_SECS) -> None:

@@ -114,12 +114,9 @@ def locate(
 ) -> Located:
     """Returns the checkpoint at `path`, or a step of the run directory `path`.
 
-    Args:
-        path: A checkpoint, or a directory of steps.
-        step: Step number in a directory; None is the newest.
-        step_format: Names of the steps; by default the usual names, or the format
-            recorded in the run.
-        warn: False to log nothing about newer steps that are left out.
+    By default it is the newest step; `step_format` is by default the usual one, or that
+    recorded in the run. If not `warn`, nothing is logged about newer steps that are
+    left out.
 
     Raises:
         CheckpointNotFoundError: No such checkpoint exists.

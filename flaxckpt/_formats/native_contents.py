@@ -136,16 +136,12 @@ def seal(
 
     The manifest has the digests of all `files` except the metrics, which may be
     replaced later, and of the indexes of databases. For zarr 2, whose chunks have no
-    checksums, it has the digests of all array files. Raises SaveFailedError if `read`
-    would not accept it.
+    checksums, it has the digests of all array files below `root`. Raises
+    SaveFailedError if `read` would not accept it.
 
-    Args:
-        contents: Contents of the checkpoint.
-        files: Result of `make_files`.
-        root: The directory with the arrays.
-        written: Item -> what all processes have written to its database. None for a
-            trial without arrays.
-        digests: Digests of files written by other processes: name -> digest.
+    `files` are those of `make_files`; `written` is item -> what all processes have
+    written to its database, or None for a trial without arrays; `digests` are those of
+    files written by other processes.
     """
     recorded = {
         name: _storage.files.digest(content)

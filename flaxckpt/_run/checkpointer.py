@@ -733,17 +733,8 @@ def resume(
 ) -> tuple[PyTree, int]:
     """Restores the newest undamaged step whole, for a run that continues.
 
-    Args:
-        checkpointer: Checkpointer of the run.
-        state: The state to restore into.
-        dataset: The iterator to restore, or None.
-        unused: See `CheckpointCallback.restore_or_init`.
-
-    Returns:
-        The state and the step.
-
-    Raises:
-        CheckpointError: As for `Checkpointer.restore`.
+    See `Checkpointer.restore`, and `CheckpointCallback.restore_or_init` for `unused`.
+    Returns the state and the step.
     """
     options = RestoreOptions(purpose="resume", unused=unused)
     return checkpointer._restore_latest(state, options, dataset)

@@ -42,12 +42,8 @@ def mark(
 ) -> None:
     """Marks a step as damaged.
 
-    Args:
-        path: The step.
-        step: Its number.
-        reason: The proved damage; None if there is none: the step is not marked.
-        events: The events of the run.
-        leaves: The damaged leaves; None if unknown.
+    `reason` is the proved damage; without one, the step is not marked. `leaves` are the
+    damaged leaves, if known.
     """
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)

@@ -28,14 +28,11 @@ of an `Event`."""
 
 
 class Stream:
-    """The events of a run.
+    """The events of a run, whose default path is `path`.
 
-    Args:
-        path: The run directory; the default path of events.
-        journal: The file to which process 0 appends each event as a line of JSON, made
-            with the first event; None for no journal.
-        mode: Mode of directories, from which the journal's follows; None for the
-            umask's.
+    Process 0 appends each event to `journal` as a line of JSON; None for no journal.
+    The mode of the journal follows from `mode`, that of directories; None for the
+    umask's.
     """
 
     def __init__(

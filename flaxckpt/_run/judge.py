@@ -212,11 +212,9 @@ class Judge:
         is deleted, only the newest step and the best steps are. If files are missing,
         the step does not count, and stays.
 
-        Args:
-            steps: The steps without a marker of damage.
-            just_saved: A step that stays this time, and is looked at elsewhere. Without
-                one, steps that were whole before are looked at again.
-            rules: Rules of retention; by default those of this object.
+        `steps` are those without a marker of damage. `just_saved` stays this time, and
+        is looked at elsewhere; without it, steps that were whole before are looked at
+        again.
         """
         rules = rules or self._rules
         damage = {

@@ -269,12 +269,9 @@ class Restores:
         request: _Request,
         marked: Sequence[int],
     ) -> Restored:
-        """Restores the first undamaged step of `candidates`.
+        """Restores the first undamaged step of `candidates`, which are best first.
 
-        Args:
-            candidates: The steps and their paths, best first.
-            request: The state, iterator and options of the restore.
-            marked: Newer steps marked as damaged.
+        `marked` are newer steps marked as damaged.
         """
         first: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []

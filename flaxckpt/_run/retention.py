@@ -98,17 +98,12 @@ class Retention:
         """Deletes the steps and items that no policy keeps; returns the deleted steps.
 
         Before the first deletion, checks that the files of the step just saved are
-        complete; without such a step, verifies every byte of the newest step. Failed
-        deletions are logged, and tried again next time.
+        complete, and raises SaveFailedError if not; without such a step, verifies every
+        byte of the newest step. Failed deletions are logged, and tried again next time.
 
-        Args:
-            just_saved: A step that stays this time. If retention cannot decide then,
-                logs the error and deletes nothing.
-            is_awaited: Returns True while a caller waits for the save. Deletions then
-                stop after 2 s, and the rest is left for the next time.
-
-        Raises:
-            SaveFailedError: The checked step is incomplete or damaged.
+        `just_saved` stays this time: if retention cannot decide then, it logs the error
+        and deletes nothing. While `is_awaited` returns True, a caller waits for the
+        save: deletions then stop after 2 s, and the rest is left for the next time.
         """
         with _storage.paths.listing_cache(self._directory):
             return self._delete_unkept(just_saved, is_awaited)

@@ -23,20 +23,13 @@ def delete(
 ) -> None:
     """Deletes a step: first the name, durably, then the files.
 
-    Files that cannot be removed are left to a later sweep.
+    Files that cannot be removed are left to a later sweep. `even_pinned` deletes a
+    pinned step, too, or one that is not uploaded.
 
-    Args:
-        path: The step.
-        find_foreign: Returns the files in the step that do not belong to it, which
-            would be lost.
-        even_pinned: Whether to delete a pinned step, or one that is not uploaded.
-        is_unchanged: Returns False if the step, now at another path perhaps, is not the
-            one to delete: another process has replaced it.
-
-    Raises:
-        SaveFailedError: The step is being read or was replaced, a marker keeps it, or
-            it contains files that do not belong to it.
-        OSError: The step still has its name, or may regain it in a crash.
+    Raises SaveFailedError if the step is being read, a marker keeps it, `find_foreign`
+    returns files in it that would be lost, or `is_unchanged` returns False: another
+    process has replaced it. Raises OSError if it still has its name, or may regain it
+    in a crash.
     """
 
     def check_step(now: Path) -> None:
@@ -67,16 +60,9 @@ def delete_item(
 ) -> None:
     """Deletes an item of a step; first marks the deletion, durably.
 
-    Args:
-        path: The step.
-        item: The name of the item's directory in the step.
-        find_foreign: Returns the files in the step that do not belong to it.
-        is_unchanged: Returns False if the step is not the one whose item is to be
-            deleted: another process has replaced it.
-
-    Raises:
-        SaveFailedError: The step is being read or was replaced, or the item contains
-            files that do not belong to it.
+    Raises SaveFailedError if the step is being read, `find_foreign` returns files in
+    the item that would be lost, or `is_unchanged` returns False: another process has
+    replaced the step.
     """
 
     def announce() -> None:
@@ -116,10 +102,7 @@ def sweep(root: Path, step_format: names.StepFormat) -> None:
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
     """Removes all leftovers of crashes in a run directory; logs a failure.
 
-    Args:
-        root: The run directory.
-        step_format: The format of step names.
-        items: Directories with replaced files, in the run directory and in each step.
+    `items` are directories with replaced files, in the run directory and in each step.
     """
     try:
         sweep(root, step_format)

@@ -26,11 +26,8 @@ _ARRAYS = ("manifest.ocdbt", "d", "array_metadatas", "_sharding")
 class Entry(Generic[_T]):
     """A directory or file with the name of a step, recognised on demand.
 
-    Args:
-        step: The number of the step.
-        path: The path of the entry.
-        recognise: Returns the checkpoint at a path; None if there is none.
-        files: The names of the entries directly in the directory; listed by default.
+    `recognise` returns the checkpoint at a path, or None; `files` are the names
+    directly in the directory, listed by default.
     """
 
     def __init__(
@@ -100,14 +97,9 @@ class Entry(Generic[_T]):
 class StepIndex(Generic[_T]):
     """Index of the steps under a directory; recognises each step once, on demand.
 
-    Args:
-        root: The directory.
-        recognise: Returns the checkpoint at a path; None if there is none.
-        number: Returns the step of a name. By default step names follow the journal of
-            the run, or a usual format: `3`, `step_3`, `checkpoint_3`.
-
-    Raises:
-        CheckpointFormatError: Two checkpoints are the same step.
+    `number` returns the step of a name. By default step names follow the journal of the
+    run, or a usual format: `3`, `step_3`, `checkpoint_3`. Raises CheckpointFormatError
+    if two checkpoints are the same step.
     """
 
     def __init__(
@@ -179,13 +171,7 @@ def list_committed(
     step_format: names.StepFormat,
     recognise: Callable[[Path], _T | None],
 ) -> list[Entry[_T]]:
-    """Returns the committed steps under a run directory, ascending, from listings.
-
-    Args:
-        root: The run directory.
-        step_format: The format of step names.
-        recognise: Recognises an entry on demand.
-    """
+    """Returns the committed steps under a run directory, ascending, from listings."""
     with _storage.permissions.explain_errors(root):
         try:
             contents = _storage.of(root).contents(

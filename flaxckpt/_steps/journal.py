@@ -41,12 +41,9 @@ _WORTH_WRITING = frozenset(
 
 
 class EventJournal:
-    """Writes the journal of a single process.
+    """Writes the journal of a single process; the first event creates it.
 
-    Args:
-        path: Path of the journal, which the first event creates.
-        mode: Mode of directories, from which the journal's follows; None for the
-            umask's.
+    Its mode follows from `mode`, that of directories; None for the umask's.
     """
 
     def __init__(self, path: Path, mode: int | None = None) -> None:
@@ -130,13 +127,8 @@ def recent(journal: Path) -> list[Event]:
 def describe_deletion(root: Path, step: int) -> str:
     """Returns text for errors about a missing step: that it was deleted.
 
-    Args:
-        root: The run directory.
-        step: The missing step.
-
-    Returns:
-        The text, which begins with a semicolon; empty if the last events of the
-        journal do not have the deletion.
+    The text begins with a semicolon; it is empty if the last events of the journal do
+    not have the deletion.
     """
     kinds = [event.kind for event in recent(root / NAME) if event.step == step]
     if not kinds or kinds[-1] != "deleted":

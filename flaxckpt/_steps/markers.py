@@ -79,12 +79,7 @@ class Status(NamedTuple):
 
 
 def status(path: Path, names: Collection[str]) -> Status:
-    """Returns the status of the step at `path`.
-
-    Args:
-        path: The step.
-        names: The names of the entries directly in the step.
-    """
+    """Returns the status of the step at `path`, whose entries have `names`."""
     reading = [name for name in names if name.startswith(_storage.leases.READING)]
     return Status(
         PIN in names,
@@ -223,10 +218,8 @@ def mark_damaged(
 ) -> None:
     """Marks the step at `path` as damaged, durably: lists leave out the step.
 
-    Args:
-        path: The step. The time of an earlier mark stays.
-        reason: The damage.
-        leaves: All leaves that cannot be read, if known; many are not recorded.
+    The time of an earlier mark stays. `leaves` are all that cannot be read, if known;
+    many are not recorded.
     """
     row: dict[str, JSON] = {
         "reason": reason[:_MAX_REASON],

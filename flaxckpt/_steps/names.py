@@ -155,11 +155,7 @@ def is_temporary(name: str) -> bool:
 
 
 def find_format(steps: Mapping[int, str]) -> str | None:
-    """Returns the template of a format that all steps are named by, or None.
-
-    Args:
-        steps: The number of each step -> its name.
-    """
+    """Returns a format's template that all steps, number -> name, have, or None."""
     # The smallest number has the most leading zeros, if any.
     for step_format in list_formats(steps[min(steps)] if steps else "0"):
         if all(step_format.step(name) == step for step, name in steps.items()):

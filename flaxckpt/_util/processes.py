@@ -29,13 +29,10 @@ def has_joined() -> bool:
 
 
 def own_address(network: str | None = None) -> str:
-    """Returns the address of this machine in the network of the job.
+    """Returns this machine's address in the network of the job, or in `network`.
 
-    Args:
-        network: Another network, such as `10.1.0.0/16`.
-
-    Raises:
-        OSError: This machine has no address in `network`.
+    `network` is such as `10.1.0.0/16`. Raises OSError if this machine has no address
+    there.
     """
     if network is not None:
         wanted = ipaddress.ip_network(network)

@@ -18,12 +18,9 @@ from flaxckpt.cli import _completion, _step_names
 
 
 class Argument:
-    """Declares an argument.
+    """Declares an argument, called `metavar` in the usage.
 
-    Args:
-        metavar: The name in the usage.
-        help: The help text.
-        is_step: Whether it is the step of a path; the verb gets its number.
+    If `is_step`, it is the step of a path; the verb gets its number.
     """
 
     min: float | None = None
@@ -35,14 +32,10 @@ class Argument:
 
 
 class Option:
-    """Declares an option.
+    """Declares an option by its names: `--step`, `-s`; `--diff/--no-diff` is a flag.
 
-    Args:
-        *names: The names: `--step`, `-s`; `--diff/--no-diff` sets and unsets a flag.
-        help: The help text.
-        metavar: The value in the help; by default its type.
-        min: The smallest allowed number.
-        is_step: As for `Argument`.
+    `metavar` is the value in the help, by default its type; `min` the smallest allowed
+    number; `is_step` is as for `Argument`.
     """
 
     def __init__(

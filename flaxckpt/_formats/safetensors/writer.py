@@ -34,15 +34,9 @@ def make_layouts(
 ) -> list[file_layout.FileLayout]:
     """Returns the layouts of the files of a checkpoint; several files have an index.
 
-    Args:
-        infos: The leaves, in order.
-        structure: The containers.
-        strings: Leaf path -> value of the string leaves.
-        metadata: Metadata of the checkpoint; None for files as torch's programs write
-            them, without our metadata.
-        max_shard_bytes: Upper bound on the arrays in a file; a larger array has a file
-            of its own. None means a single file.
-        name: The beginning of the files' names.
+    A file has at most `max_shard_bytes` of arrays, unless it has a single one; None
+    means a single file. Without `metadata`, the files are as torch's programs write
+    them. `name` is the beginning of the files' names.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
