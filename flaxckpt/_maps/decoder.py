@@ -10,9 +10,10 @@ Sources:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from flaxckpt._maps.family import Tensor
+from flaxckpt._maps.family import Family, Tensor
 from flaxckpt._maps.modules import head, linear, under
 
 SIZES: dict[str, str | int] = {
@@ -215,3 +216,20 @@ def _scan_form(form: str, index: str) -> str:
     left, _, right = form.partition(" -> ")
     first, _, others = right.partition(" ")
     return f"{index} {left} -> {first} {index} {others}".rstrip()
+
+
+def maxtext(tensors: Sequence[Tensor], index: str = "i") -> dict[str, Sequence[Tensor]]:
+    """Returns the tables of MaxText without and with scanned layers."""
+    return {"maxtext": tensors, "maxtext-scanned": scan(tensors, index)}
+
+
+DecoderFamily = functools.partial(
+    Family,
+    base="model",
+    sizes=SIZES,
+    defaults={"tie_word_embeddings": False},
+    ignored=BUFFERS,
+    copies=COPIES,
+    shapes=SHAPES,
+)
+"""A family with what most decoders share."""

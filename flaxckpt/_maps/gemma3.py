@@ -8,8 +8,8 @@ Sources, besides those of `gemma` and `decoder`:
 
 from __future__ import annotations
 
-from flaxckpt._maps import decoder, gemma, gemma_maxtext
-from flaxckpt._maps.family import Family, Tensor
+from flaxckpt._maps import decoder, gemma
+from flaxckpt._maps.family import Tensor
 from flaxckpt._maps.modules import linear
 
 _LAYER = "model.layers.{i}"
@@ -26,12 +26,12 @@ def _maxtext(source: str, target: str) -> tuple[Tensor, ...]:
     """Returns the rows of layers of MaxText."""
     norms = f"{target}/self_attention/{{q:query_norm|key_norm}}/scale"
     return (
-        *gemma_maxtext.layers(source, target),
+        *gemma.layers(source, target),
         Tensor(f"{source}.self_attn.{{q:q_norm|k_norm}}.weight", norms, plus=1),
     )
 
 
-_EMBEDDING = gemma_maxtext.embedding("bfloat16")
+_EMBEDDING = gemma.embedding("bfloat16")
 
 # Blocks of six layers are scanned, and the rest of the layers is not.
 _BLOCKS = _maxtext("model.layers.{(b r)}", "decoder/layers_{b}/layers_{r}")
@@ -56,10 +56,9 @@ _BONSAI = (
     ),
 )
 
-GEMMA3 = Family(
+GEMMA3 = decoder.DecoderFamily(
     name="gemma3",
     model_types=("gemma3_text",),
-    base="model",
     sizes={
         **gemma.SIZES,
         "b": "num_hidden_layers//6",
@@ -84,10 +83,7 @@ GEMMA3 = Family(
         "maxtext": (*_EMBEDDING, *_maxtext(_LAYER, "decoder/layers_{i}")),
         "maxtext-scanned": (*_EMBEDDING, *decoder.scan(_BLOCKS, "b"), *_REST),
     },
-    defaults={"tie_word_embeddings": True},
-    ignored=decoder.BUFFERS,
-    copies=decoder.COPIES,
-    shapes=decoder.SHAPES,
+    defaults=gemma.TIED,
     refused=decoder.BIASES,
 )
 """Gemma 3, its language model."""

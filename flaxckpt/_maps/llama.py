@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt._maps import decoder
-from flaxckpt._maps.family import Family, Tensor
+from flaxckpt._maps.family import Tensor
 
 _SCALED = "rope_scaling.rope_type=llama3"
 """Llama 3.1 and later: MaxText interleaves the halves of its rotary embeddings."""
@@ -30,21 +30,14 @@ _MAXTEXT = (
     *decoder.MAXTEXT_MLP,
 )
 
-LLAMA = Family(
+LLAMA = decoder.DecoderFamily(
     name="llama",
     model_types=("llama",),
-    base="model",
-    sizes=decoder.SIZES,
     tables={
         "linen": decoder.LINEN_UNTIED,
         "tunix": decoder.TUNIX,
-        "maxtext": decoder.scale_query(_MAXTEXT),
-        "maxtext-scanned": decoder.scan(decoder.scale_query(_MAXTEXT)),
+        **decoder.maxtext(decoder.scale_query(_MAXTEXT)),
     },
-    defaults={"tie_word_embeddings": False},
-    ignored=decoder.BUFFERS,
-    copies=decoder.COPIES,
-    shapes=decoder.SHAPES,
     refused=decoder.LINEN_BIASES,
     target_bases={"linen": "model"},
 )

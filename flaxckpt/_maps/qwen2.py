@@ -8,7 +8,7 @@ Sources, besides those of `decoder`:
 from __future__ import annotations
 
 from flaxckpt._maps import decoder
-from flaxckpt._maps.family import Family, Tensor
+from flaxckpt._maps.family import Tensor
 
 _ATTENTION = "model.layers.{i}.self_attn"
 
@@ -29,11 +29,9 @@ _MAXTEXT = (
     ),
 )
 
-QWEN2 = Family(
+QWEN2 = decoder.DecoderFamily(
     name="qwen2",
     model_types=("qwen2",),
-    base="model",
-    sizes=decoder.SIZES,
     tables={
         "tunix": (
             *decoder.TUNIX,
@@ -42,12 +40,7 @@ QWEN2 = Family(
                 "layers/{i}/attn/{b:q_bias|k_bias|v_bias}",
             ),
         ),
-        "maxtext": _MAXTEXT,
-        "maxtext-scanned": decoder.scan(_MAXTEXT),
+        **decoder.maxtext(_MAXTEXT),
     },
-    defaults={"tie_word_embeddings": False},
-    ignored=decoder.BUFFERS,
-    copies=decoder.COPIES,
-    shapes=decoder.SHAPES,
 )
 """Qwen 2 and 2.5."""

@@ -10,15 +10,15 @@ Sources, besides those of `decoder`:
 from __future__ import annotations
 
 from flaxckpt._maps import decoder
-from flaxckpt._maps.family import Family, Tensor
+from flaxckpt._maps.family import Tensor
 
 _LAYER = "model.layers.{i}"
 _NORMS = f"{_LAYER}.self_attn.{{q:q_norm|k_norm}}.weight"
 _MLP = "{m:gate_proj|up_proj|down_proj}"
 
-TUNIX_NORMS = (Tensor(_NORMS, "layers/{i}/attn/{q:q_norm|k_norm}/w"),)
+_TUNIX_NORMS = (Tensor(_NORMS, "layers/{i}/attn/{q:q_norm|k_norm}/w"),)
 
-MAXTEXT = (
+_MAXTEXT = (
     *decoder.MAXTEXT_EMBEDDING,
     *decoder.MAXTEXT_NORMS,
     *decoder.MAXTEXT_ATTENTION,
@@ -58,21 +58,44 @@ _BONSAI = (
     ),
 )
 
-QWEN3 = Family(
+QWEN3 = decoder.DecoderFamily(
     name="qwen3",
     model_types=("qwen3",),
-    base="model",
-    sizes=decoder.SIZES,
     tables={
-        "tunix": (*decoder.TUNIX, *TUNIX_NORMS),
+        "tunix": (*decoder.TUNIX, *_TUNIX_NORMS),
         "bonsai": _BONSAI,
-        "maxtext": (*MAXTEXT, *decoder.MAXTEXT_MLP),
-        "maxtext-scanned": decoder.scan((*MAXTEXT, *decoder.MAXTEXT_MLP)),
+        **decoder.maxtext((*_MAXTEXT, *decoder.MAXTEXT_MLP)),
     },
-    defaults={"tie_word_embeddings": False},
-    ignored=decoder.BUFFERS,
-    copies=decoder.COPIES,
-    shapes=decoder.SHAPES,
     refused=decoder.BIASES,
 )
-"""Qwen 3, and its mixtures of experts."""
+"""Qwen 3."""
+
+_ROUTER = f"{_LAYER}.mlp.gate.weight"
+_EXPERTS = f"{_LAYER}.mlp.experts.{{x}}.{_MLP}.weight"
+_EXPERTS_OF_MAXTEXT = (
+    Tensor(_ROUTER, "decoder/layers_{i}/moe_block/gate/kernel", "x e -> e x"),
+    Tensor(_EXPERTS, "decoder/layers_{i}/moe_block/{m:wi_0|wi_1|wo}", "x o e -> x e o"),
+)
+_DENSE = "its layers without experts have no place in the programs of these layouts"
+
+QWEN3_MOE = decoder.DecoderFamily(
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    sizes={**decoder.SIZES, "x": "num_experts"},
+    tables={
+        "tunix": (
+            *decoder.TUNIX_ATTENTION,
+            *_TUNIX_NORMS,
+            Tensor(_ROUTER, "layers/{i}/mlp/router/kernel", "x e -> e x"),
+            Tensor(_EXPERTS, f"layers/{{i}}/mlp/{_MLP}", "x o e -> x e o"),
+        ),
+        **decoder.maxtext((*_MAXTEXT, *_EXPERTS_OF_MAXTEXT)),
+    },
+    defaults={"tie_word_embeddings": False, "decoder_sparse_step": 1},
+    refused={
+        **decoder.BIASES,
+        "mlp_only_layers": _DENSE,
+        "not decoder_sparse_step=1": _DENSE,
+    },
+)
+"""Qwen 3 with mixtures of experts in all layers."""
