@@ -606,39 +606,11 @@ def _assign_greedily(scores: Mapping[_Pair, float]) -> Iterator[_Pair]:
 
 
 def _assign_exactly(scores: np.ndarray) -> list[_Pair]:
-    """Returns the best assignment of the rows and columns of a matrix.
+    """Returns the best assignment of the rows and columns of a matrix."""
+    from scipy import optimize  # jax has it; only guesses need it
 
-    Kuhn's algorithm with potentials (the Hungarian method), one row after the other.
-    """
     rows, columns = scores.shape
-    cost = np.zeros((rows, columns + rows))
+    cost = np.zeros((rows, columns + rows))  # a row may go without a column
     cost[:, :columns] = np.where(np.isfinite(scores), -(scores**2) - 1e-3, np.inf)
-    u, v = np.zeros(rows), np.zeros(columns + rows)
-    owner = np.full(columns + rows, -1)
-    for row in range(rows):
-        least = np.full(columns + rows, np.inf)
-        came_from = np.full(columns + rows, -1)
-        done = np.zeros(columns + rows, bool)
-        column, current = -1, row
-        while current >= 0:
-            if column >= 0:
-                done[column] = True
-            step = cost[current] - u[current] - v
-            better = ~done & (step < least)
-            least[better], came_from[better] = step[better], column
-            column = int(np.argmin(np.where(done, np.inf, least)))
-            delta = least[column]
-            u[row] += delta
-            u[owner[done]] += delta
-            v[done] -= delta
-            least[~done] -= delta
-            current = int(owner[column])
-        while column >= 0:
-            before = int(came_from[column])
-            owner[column] = row if before < 0 else owner[before]
-            column = before
-    return [
-        (int(row), column)
-        for column, row in enumerate(owner[:columns])
-        if row >= 0 and np.isfinite(scores[row, column])
-    ]
+    pairs = zip(*optimize.linear_sum_assignment(cost), strict=True)
+    return [(int(row), int(column)) for row, column in pairs if column < columns]
