@@ -61,16 +61,8 @@ _ARRAY_METADATA = frozenset(_zarr.metadata.METADATA_FILES.values())
 _CHUNK = re.compile(r"c|(?:c[./])?\d+(?:[./]\d+)*")
 """Path of a chunk in the directory of an array."""
 
-_TREE_HANDLERS = frozenset(
-    (
-        "StandardCheckpointHandler",
-        "PyTreeCheckpointHandler",
-        "BasePyTreeCheckpointHandler",
-        "PyTreeHandler",
-    )
-)
 _JSON_HANDLERS = frozenset(("JsonCheckpointHandler", "JsonHandler", "MetricsHandler"))
-"""Orbax handler classes whose files are known."""
+"""Orbax handler classes that write JSON."""
 
 _NFS_FILE = re.compile(r"\.nfs[0-9a-f]{16,}")
 """NFS client's name for a file that is deleted but still open."""
@@ -414,7 +406,7 @@ def _handler_kind(handler: str) -> Literal["tree", "json", "unknown"]:
         return "tree"
     if not module.startswith("orbax."):
         return "unknown"
-    if name in _TREE_HANDLERS:
+    if _formats.items.is_tree_handler(name):
         return "tree"
     return "json" if name in _JSON_HANDLERS else "unknown"
 

@@ -324,20 +324,8 @@ def plan_resume(state: PyTree, begin: PyTree, options: RestoreOptions) -> Restor
     structure = _state.treedef.from_json(
         _state.treedef.to_json(flat.structure), _state.classes.resolver(), unknown
     )
-    metadata = CheckpointMetadata(
-        path="the run",
-        format="flaxckpt",
-        step=None,
-        leaves={},
-        metrics={},
-        created=None,
-        committed=None,
-        custom={},
-        has_dataset=False,
-        total_bytes=0,
-    )
     stored = Stored(
-        metadata,
+        CheckpointMetadata("the run", "flaxckpt", None, {}),
         {
             path: Leaf(leaf.info, (StoredLeaf(Path(), leaf.info, value=""),))
             for path, leaf in table.items()

@@ -191,9 +191,6 @@ class _Finder:
             self._found.checks.append(Check(leaf_path, check))
 
 
-_MAX_METADATA_BYTES = 2**16
-
-
 def leaves_in(
     name: str, path: Path, stored: Stored, listed: Inventory
 ) -> Sequence[LeafPath]:
@@ -284,7 +281,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
 def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -> None:
     """Checks the metadata of an array in the database `root`."""
     if not isinstance(value, bytes):
-        size = min(value.size, _MAX_METADATA_BYTES)
+        size = min(value.size, _zarr.metadata.MAX_METADATA_BYTES)
         value = _storage.of(root).read_range(root / value.file, value.offset, size)
     _check_metadata(value, encoding, info)
 

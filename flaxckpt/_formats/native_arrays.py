@@ -61,14 +61,10 @@ def _parse_as(text: bytes, form: ArrayForm) -> Chunks:
     return chunks
 
 
-MAX_METADATA_BYTES = 2**16
-"""Limit on the metadata of an array, including attributes and names of axes."""
-
-
 @functools.lru_cache(maxsize=256)  # many arrays have equal metadata
 def _parse(text: bytes) -> Chunks:
     """Parses the metadata of an array, within the limits of TensorStore."""
-    if len(text) > MAX_METADATA_BYTES:
+    if len(text) > _zarr.metadata.MAX_METADATA_BYTES:
         raise ValueError("its metadata is too large")
     try:
         # TensorStore parses it again, and may pick the other of two equal keys.
@@ -88,7 +84,7 @@ def _parse(text: bytes) -> Chunks:
 def _text_of_file(path: Path, checkpoint: Path) -> bytes:
     _storage.of(path).check_file(path, checkpoint)
     try:
-        return _storage.of(path).read(path, max_bytes=MAX_METADATA_BYTES)
+        return _storage.of(path).read(path, max_bytes=_zarr.metadata.MAX_METADATA_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path.name} is missing") from None
 
@@ -134,7 +130,7 @@ def array_forms(
         database = _open_database(item, checkpoint)
         for name in names:
             try:
-                database.request(keys[name], MAX_METADATA_BYTES)
+                database.request(keys[name], _zarr.metadata.MAX_METADATA_BYTES)
             except ValueError as error:
                 faults[name] = str(error)[:200]
         in_store = _storage.of(item).costs_requests

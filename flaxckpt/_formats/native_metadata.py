@@ -64,7 +64,7 @@ def checkpoint_metadata(
         recorded.committed,
         recorded.custom,
         dataset in names and dataset not in deleted and (path / str(dataset)).is_dir(),
-        sum([_arrays.forms.stored_bytes(info) for info in infos]),
+        sum(map(_arrays.forms.stored_bytes, infos)),
         deleted_items=tuple(sorted(deleted)),
     )
 

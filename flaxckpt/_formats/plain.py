@@ -54,12 +54,8 @@ def make_stored(
             format_name,
             step,
             {info.path: info for info in infos},
-            {},
-            None,
-            None,
-            custom or {},
-            False,
-            sum(_arrays.forms.stored_bytes(info) for info in infos),
+            custom=custom or {},
+            total_bytes=sum(map(_arrays.forms.stored_bytes, infos)),
             unsupported={
                 path: leaf.unsupported.form
                 for path, leaf in table.items()

@@ -67,12 +67,12 @@ class CheckpointMetadata:
     format: str
     step: int | None
     leaves: Mapping[LeafPath, LeafInfo]
-    metrics: Mapping[str, float]
-    created: float | None
-    committed: float | None
-    custom: Mapping[str, JSON]
-    has_dataset: bool
-    total_bytes: int
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    created: float | None = None
+    committed: float | None = None
+    custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
+    has_dataset: bool = False
+    total_bytes: int = 0
     lineage: tuple[Lineage, ...] = ()
     transforms: tuple[str, ...] = ()
     items: tuple[str, ...] = ()

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,9 +27,7 @@ from flaxckpt._formats import orbax_json, plain
 from flaxckpt._types import Shape
 from flaxckpt._zarr.metadata import Array
 
-_MAX_METADATA_BYTES = 2**16
 _MAX_CHUNK_BYTES = 2 * 2**30
-_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _BEST_RATIO = {None: 1, "zlib": 1032, "gzip": 1032}
 """Codec -> upper bound on the compression ratio of a chunk; exact for deflate."""
 
@@ -90,7 +87,9 @@ def _metadata(root: Path, name: str) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{name}/.zarray is missing")
     try:
-        content = _storage.of(file).read(file, max_bytes=_MAX_METADATA_BYTES)
+        content = _storage.of(file).read(
+            file, max_bytes=_zarr.metadata.MAX_METADATA_BYTES
+        )
         return orbax_json.loads(content, file)
     except errors.DamagedCheckpointError as error:
         raise ValueError(str(error)) from None
@@ -141,7 +140,7 @@ def _parse(root: Path, name: str, data: Mapping[str, Any]) -> _Zarr2:
 def _dtype(name: object) -> np.dtype[Any]:
     if isinstance(name, str):
         with contextlib.suppress(TypeError, errors.OptionError):
-            if not _NUMBER.fullmatch(name):
+            if not _zarr.metadata.ZARR_2_NUMBER.fullmatch(name):
                 return _state.numpy_dtypes.to_numpy(name)
             dtype = np.dtype(name)
             _state.numpy_dtypes.to_numpy(dtype.name)

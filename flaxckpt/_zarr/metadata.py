@@ -63,7 +63,10 @@ _MAX_CODECS = 8
 _MAX_PARTS = 2**20
 """Maximal number of parts of a sharded chunk; each takes 16 bytes in the index."""
 
-_ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
+MAX_METADATA_BYTES = 2**16
+"""Limit on the metadata of an array, including attributes and names of axes."""
+
+ZARR_2_NUMBER = re.compile(r"[<>|][biufc][0-9]{1,2}")
 """Simple element types of zarr 2."""
 
 _NEVER_RAW = frozenset(("int2", "int4", "float4_e2m1fn"))
@@ -398,7 +401,7 @@ def sizes(value: Any) -> Shape:
 def _element_type(name: Any) -> str:
     if not isinstance(name, str):
         raise ValueError(f"element type {str(name)[:80]} is not supported")
-    if _ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
+    if ZARR_2_NUMBER.fullmatch(name):  # numpy accepts too many other texts
         name = _state.dtypes.of_zarr_2(name)
     return _state.dtypes.check(name)
 

@@ -61,13 +61,8 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             step,
             {info.path: info for info in described.infos},
             described.metrics,
-            None,
-            None,
-            described.custom,
-            has_dataset=False,
-            total_bytes=sum(
-                _arrays.forms.stored_bytes(info) for info in described.infos
-            ),
+            custom=described.custom,
+            total_bytes=sum(map(_arrays.forms.stored_bytes, described.infos)),
             lineage=described.lineage,
             transforms=described.transforms,
         ),
