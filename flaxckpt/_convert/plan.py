@@ -108,8 +108,7 @@ def choose_format(final: Path, format: str | None) -> Any:
                 " directory of format='orbax', or pass format="
             )
         return suffix or "orbax"
-    if format not in _FORMATS:
-        raise errors.OptionError(f"format must be one of {_FORMATS}, got {format!r}")
+    _util.arguments.check_choice("format", format, _FORMATS)
     if suffix is not None and format != suffix:
         raise errors.OptionError(
             f"{final} ends in {final.suffix}, but files of format={format!r} do not:"

@@ -134,10 +134,7 @@ class CheckpointCallback(Closing):
                 f" {_util.arguments.describe(checkpointer)}: write"
                 " CheckpointCallback(Checkpointer(directory), …)"
             )
-        if step_is not in ("completed", "index"):
-            raise errors.OptionError(
-                f"step_is must be 'completed' or 'index', got {step_is!r}"
-            )
+        _util.arguments.check_choice("step_is", step_is, ("completed", "index"))
         if preflight not in (True, False, "warn"):
             raise errors.OptionError(
                 f"preflight must be True, False or 'warn', got {preflight!r}"

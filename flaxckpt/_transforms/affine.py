@@ -152,8 +152,7 @@ def scale(
     """
     if _check_finite("factor", factor) == 0:
         raise errors.OptionError("factor must not be 0: all values would be lost")
-    if nu not in (None, "squares", "norms"):
-        raise errors.OptionError(f"nu must be 'squares' or 'norms', got {nu!r:.80}")
+    _util.arguments.check_choice("nu", nu, (None, "squares", "norms"))
     return Affine("scale", compile_pattern(pattern), factor, nu)
 
 

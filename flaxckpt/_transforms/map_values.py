@@ -248,14 +248,9 @@ def grow(
     Raises:
         OptionError: As for `map_leaf`; or a leaf is already larger.
     """
-    if init not in ("mean", "normal", "zeros"):
-        raise errors.OptionError(
-            f"init must be 'mean', 'normal' or 'zeros', got {init!r}"
-        )
-    axis, seed = (
-        _util.arguments.check_int("axis", axis),
-        _util.arguments.check_int("seed", seed),
-    )
+    _util.arguments.check_choice("init", init, ("mean", "normal", "zeros"))
+    axis = _util.arguments.check_int("axis", axis)
+    seed = _util.arguments.check_int("seed", seed)
     size = _util.arguments.check_int("size", size, least=0)
 
     def grown(x: jax.Array, how: str, path: LeafPath = "") -> jax.Array:

@@ -78,10 +78,8 @@ def merge(
             "error".
         CheckpointError: When applied: the checkpoint does not exist, or is damaged.
     """
-    if on_conflict not in ("error", "first", "second"):
-        raise errors.OptionError(
-            f"on_conflict must be 'error', 'first' or 'second', got {on_conflict!r}"
-        )
+    allowed = ("error", "first", "second")
+    _util.arguments.check_choice("on_conflict", on_conflict, allowed)
     resolved = str(_storage.paths.resolve(path))
     step = None if step is None else _steps.names.check(step)
     return _Merge(resolved, step, base.check(transforms), on_conflict)

@@ -494,8 +494,7 @@ def make_remap(
     listed = [_check_row(row) for row in rows]
     if not listed:
         raise errors.OptionError("remap needs at least one row")
-    if rest not in ("keep", "error"):
-        raise errors.OptionError(f"rest must be 'keep' or 'error', got {rest!r:.80}")
+    _util.arguments.check_choice("rest", rest, ("keep", "error"))
     checked = {
         axis: _util.arguments.check_int(axis, size, least=1)
         for axis, size in sizes.items()

@@ -488,7 +488,7 @@ def test_path_determines_format(source, tmp_path):
     ):
         with pytest.raises(errors.OptionError, match="ends in"):
             flaxckpt.convert(source, tmp_path / name, format=format_name)
-    with pytest.raises(errors.OptionError, match="must be one of"):
+    with pytest.raises(errors.OptionError, match="format must be"):
         flaxckpt.convert(source, tmp_path / "d.msgpack", format=["orbax"])
     assert not list(tmp_path.glob("d*"))
 
