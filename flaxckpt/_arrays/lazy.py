@@ -262,9 +262,7 @@ def equalities(leaf: Leaf) -> Sequence[Equality]:
     return leaf.fn.equalities if isinstance(leaf.fn, _Computation) else ()
 
 
-def unequal(
-    differences: Iterable[tuple[Equality, int]],
-) -> errors.OptionError | None:
+def unequal(differences: Iterable[tuple[Equality, int]]) -> errors.OptionError | None:
     """Returns an error for conditions with elements that differ, or None."""
     faults = {
         (equality.path, equality.other): (

@@ -147,7 +147,7 @@ def to_host(
                     s if isinstance(s.data, np.ndarray) else next(copies)
                     for s in array.shards
                 ]
-            ),
+            )
         )
         for array in arrays
     ]

@@ -74,9 +74,7 @@ _FORMATS = {
     ),
     "npz": _Format(recognise.npz, "npz.reader", "an .npz of numpy (a file)"),
     "streaming": _Format(
-        recognise.streaming,
-        "msgpack.stream",
-        "a stream of EasyLM or fjformer (a file)",
+        recognise.streaming, "msgpack.stream", "a stream of EasyLM or fjformer (a file)"
     ),
     # After T5X, whose single files are msgpack maps, too.
     "msgpack": _Format(
@@ -87,9 +85,7 @@ _FORMATS = {
     ),
     # After T5X and Orbax, whose steps have arrays of zarr 2 beside other files.
     "big_vision": _Format(
-        recognise.big_vision,
-        "big_vision",
-        "big_vision (a directory of zarr arrays)",
+        recognise.big_vision, "big_vision", "big_vision (a directory of zarr arrays)"
     ),
 }
 

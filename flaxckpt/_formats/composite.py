@@ -55,9 +55,7 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     if len({*parts, *branches.damaged, *listing.lost}) == 1 and trees:
         [(state, stored)] = parts.items()
         stored = dataclasses.replace(
-            stored,
-            manifest=None,
-            own_items={state: stored} if stored.manifest else {},
+            stored, manifest=None, own_items={state: stored} if stored.manifest else {}
         )
     else:
         state = tuple(sorted({*parts, *branches.damaged}))
@@ -196,10 +194,7 @@ def _unreadable_error(
 
 
 def _describe_left_out(
-    path: Path,
-    left_out: Mapping[str, str],
-    read: Sequence[str],
-    deleted: Sequence[str],
+    path: Path, left_out: Mapping[str, str], read: Sequence[str], deleted: Sequence[str]
 ) -> tuple[str, ...]:
     """Returns a warning about items that are left out, unless deleted on purpose."""
     rows = [f"{name} {why}" for name, why in left_out.items() if name not in deleted]

@@ -24,8 +24,6 @@ def stored_leaf(root: Path, info: LeafInfo, span: Span) -> StoredLeaf:
     return StoredLeaf(root, info, open, span=span)
 
 
-def number_opener(
-    number: complex,
-) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
+def number_opener(number: complex) -> Callable[[ts.Context], ts.Future[ts.TensorStore]]:
     """Returns a function that opens a Python number as an array without axes."""
     return lambda context: _arrays.read.open_number(number, context)

@@ -48,12 +48,7 @@ def read(path: Path, item: Path) -> Stored:
         for row in rows
     ]
     arrays = native_arrays.Arrays(
-        item,
-        version,
-        ocdbt,
-        strict=tree.strict,
-        is_checked=True,
-        blosc=blosc,
+        item, version, ocdbt, strict=tree.strict, is_checked=True, blosc=blosc
     )
     others = [info for info in infos if info.path not in inline]
     names = [orbax_json.param_name(info.keys) for info in others]

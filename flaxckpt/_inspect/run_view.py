@@ -148,11 +148,7 @@ def find_lost_files(
 
 @contextlib.contextmanager
 def _run_opened(
-    path: PathLike,
-    step_format: str | None,
-    rules: Rules,
-    *,
-    read_only: bool,
+    path: PathLike, step_format: str | None, rules: Rules, *, read_only: bool
 ) -> Iterator[RunSteps]:
     """Opens the steps of an existing run directory.
 

@@ -78,7 +78,7 @@ BERT = Family(
             ),
             *head(linear("classifier"), "Classification|ForMultipleChoice"),
             *head(linear("qa_outputs"), "ForQuestionAnswering"),
-        ),
+        )
     },
     defaults={"tie_word_embeddings": True, "position_embedding_type": "absolute"},
     ignored=r"(bert/)?embeddings/position_ids",

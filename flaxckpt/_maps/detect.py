@@ -161,10 +161,7 @@ def _detect_language_model(
         return None
     own = f"{begin}.*|lm_head/.*"
     base = f"{family.base}/" if begin.startswith("model/") else ""
-    found = (
-        transforms.keep(own),
-        transforms.rename(f"{begin}(.*)", rf"{base}\1"),
-    )
+    found = (transforms.keep(own), transforms.rename(f"{begin}(.*)", rf"{base}\1"))
     left = sum(not re.fullmatch(own, path) for path in table)
     kind = config.get("model_type")
     why = (

@@ -49,8 +49,7 @@ _BONSAI = (
     ),
     *(
         Tensor(
-            f"{_LAYER}.{name}.weight",
-            f"{_BONSAI_LAYER}/{name.replace('.', '/')}/scale",
+            f"{_LAYER}.{name}.weight", f"{_BONSAI_LAYER}/{name.replace('.', '/')}/scale"
         )
         for name in _SCALES
     ),

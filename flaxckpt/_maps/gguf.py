@@ -63,8 +63,7 @@ _SECOND_NORM = Tensor(
     f"{_LAYER}.post_attention_layernorm.weight", "blk/{i}/ffn_norm/weight"
 )
 _QUERY_KEY = Tensor(
-    f"{_LAYER}.self_attn.{{q:q_proj|k_proj}}.weight",
-    "blk/{i}/{q:attn_q|attn_k}/weight",
+    f"{_LAYER}.self_attn.{{q:q_proj|k_proj}}.weight", "blk/{i}/{q:attn_q|attn_k}/weight"
 )
 _QUERY_KEY_NORMS = Tensor(
     f"{_LAYER}.self_attn.{{q:q_norm|k_norm}}.weight",
@@ -150,8 +149,6 @@ def to_published(family: Family, config: Mapping[str, JSON]) -> list[Transform]:
     if family.name not in _ROWS:
         raise errors.OptionError(f"there is no map from GGUF files for {family.name}")
     of_file = dataclasses.replace(
-        family,
-        tables={FORMAT: _ROWS[family.name]},
-        unpublished={FORMAT: _ROPE_FACTORS},
+        family, tables={FORMAT: _ROWS[family.name]}, unpublished={FORMAT: _ROPE_FACTORS}
     )
     return inverse(of_file(config, target=FORMAT))

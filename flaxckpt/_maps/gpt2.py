@@ -34,7 +34,7 @@ GPT2 = Family(
                 "architectures=*ForTokenClassification*", head(linear("classifier"))
             ),
             *under("architectures=*ForQuestionAnswering*", head(linear("qa_outputs"))),
-        ),
+        )
     },
     defaults={"tie_word_embeddings": True},
     # The causal masks of old checkpoints.

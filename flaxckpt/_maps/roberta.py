@@ -33,7 +33,7 @@ ROBERTA = Family(
             *head(linear("classifier"), "ForTokenClassification|ForMultipleChoice"),
             *head(linear("classifier.{d:dense|out_proj}"), "ForSequenceClassification"),
             *head(linear("qa_outputs"), "ForQuestionAnswering"),
-        ),
+        )
     },
     defaults={"tie_word_embeddings": True, "position_embedding_type": "absolute"},
     ignored=r"(roberta/)?embeddings/position_ids",

@@ -317,9 +317,7 @@ def _find_clear(chosen: Sequence[_Pair], scores: Mapping[_Pair, float]) -> list[
 
 
 def _find_links(
-    sources: Sequence[Pattern],
-    targets: Sequence[Pattern],
-    similarity: names.Similarity,
+    sources: Sequence[Pattern], targets: Sequence[Pattern], similarity: names.Similarity
 ) -> dict[_Pair, Link]:
     """Returns all links of patterns with names that are alike.
 
@@ -358,8 +356,7 @@ def _by_size(patterns: Sequence[Pattern], used: set[int]) -> dict[int, list[int]
 
 
 def _find_pairs(
-    sources: Sequence[Pattern],
-    targets: Sequence[Pattern],
+    sources: Sequence[Pattern], targets: Sequence[Pattern]
 ) -> Iterator[tuple[int, int]]:
     """Yields the pairs that may fit; of large tables, those with the nearest names."""
     if max(len(sources), len(targets)) <= alike.ALL:
@@ -402,9 +399,7 @@ def _may_fit(source: Pattern, target: Pattern) -> bool:
 
 
 def _join_fused(
-    sources: Sequence[Pattern],
-    targets: Sequence[Pattern],
-    similarity: names.Similarity,
+    sources: Sequence[Pattern], targets: Sequence[Pattern], similarity: names.Similarity
 ) -> tuple[list[Pattern], list[Pattern]]:
     """Joins query, key and value of one side, if the other has them in one array."""
     sides = [list(sources), list(targets)]

@@ -177,7 +177,7 @@ class Suggestion:
         lines = [
             f"{len(self.leaves)} of {wanted} leaves have a source;"
             f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous;"
-            f" {_count(self.unused, 'leaf', 'leaves')} of the source unused",
+            f" {_count(self.unused, 'leaf', 'leaves')} of the source unused"
         ]
         if self._has_transforms:
             lines += ["", self.code]
@@ -544,10 +544,7 @@ class _Guess:
     def _candidates(
         self,
     ) -> tuple[
-        list[LeafPath],
-        list[tuple[names.Meaning, ...]],
-        alike.Index,
-        names.Similarity,
+        list[LeafPath], list[tuple[names.Meaning, ...]], alike.Index, names.Similarity
     ]:
         """The leaves of the source, their meanings, and how to compare them."""
         left = [p for p in self._targets if p not in self.leaves]

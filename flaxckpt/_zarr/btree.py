@@ -122,10 +122,7 @@ class _WrittenNode(NamedTuple):
 
 
 def encode(
-    values: Mapping[bytes, Value],
-    file: str,
-    *,
-    node_bytes: int = _NODE_BYTES,
+    values: Mapping[bytes, Value], file: str, *, node_bytes: int = _NODE_BYTES
 ) -> Tree:
     """Returns the tree of a database with at least one value, or place of a value.
 

@@ -187,10 +187,7 @@ def read(
     tail = np.empty(CHECKSUM_BYTES * (block.has_checksum and with_tail), np.uint8)
     path = block.path
     _storage.of(path).read_into(
-        path,
-        [*into, tail.data],
-        offset=block.begin + start,
-        file_size=block.file_size,
+        path, [*into, tail.data], offset=block.begin + start, file_size=block.file_size
     )
     if verify:
         check(block, into, tail.tobytes(), start=start)

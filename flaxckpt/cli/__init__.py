@@ -105,9 +105,7 @@ class _Verbs(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(
-    package_name="flaxckpt",
-    message="%(prog)s %(version)s",
-    help="Print the version.",
+    package_name="flaxckpt", message="%(prog)s %(version)s", help="Print the version."
 )
 def app() -> None:
     """Parses the verb."""

@@ -32,8 +32,7 @@ _FINDING_ERRORS = (
 """Errors that exit with `FINDING`: the command line was correct."""
 
 PathArgument = Annotated[
-    str,
-    Argument(metavar="PATH", help="A checkpoint, or a run directory."),
+    str, Argument(metavar="PATH", help="A checkpoint, or a run directory.")
 ]
 RunArgument = Annotated[str, Argument(metavar="PATH", help="A run directory.")]
 StepFormatOption = Annotated[

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 _Format = Annotated[
     Literal["orbax", "safetensors", "msgpack", "huggingface"] | None,
     Option(
-        "--format",
-        "-f",
-        "--to",
-        help="By default from the suffix of DST, else orbax.",
+        "--format", "-f", "--to", help="By default from the suffix of DST, else orbax."
     ),
 ]
 _Store = Annotated[

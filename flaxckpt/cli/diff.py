@@ -44,8 +44,7 @@ def diff(
         ),
     ] = None,
     values: Annotated[
-        bool,
-        Option("--values/--no-values", help="Whether to read and compare values."),
+        bool, Option("--values/--no-values", help="Whether to read and compare values.")
     ] = True,
     only: Annotated[
         str | None,

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 @_app.verb
 def doctor(
     directory: Annotated[
-        str,
-        Argument(metavar="DIRECTORY", help="The directory to test."),
+        str, Argument(metavar="DIRECTORY", help="The directory to test.")
     ] = ".",
     max_mb: Annotated[
         int, Option("--max-mb", min=1, help="Maximum megabytes to write.")

@@ -93,9 +93,7 @@ def _show(
 
 
 def _describe_lost_best(
-    view: RunView,
-    explained: Explained,
-    keep: Sequence[PreservationPolicy] | None,
+    view: RunView, explained: Explained, keep: Sequence[PreservationPolicy] | None
 ) -> list[str]:
     """Returns a line for each best step of which a better one is damaged or deleted.
 

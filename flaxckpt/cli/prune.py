@@ -19,8 +19,7 @@ def prune(
     config: _policies.ConfigOption = None,
     group: _policies.GroupOption = None,
     yes: Annotated[
-        bool,
-        Option("--yes", "-y", help="Delete the steps; otherwise only list them."),
+        bool, Option("--yes", "-y", help="Delete the steps; otherwise only list them.")
     ] = False,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,
