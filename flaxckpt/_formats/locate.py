@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -16,6 +16,9 @@ _log = logging.getLogger(__name__)
 
 _Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
 _Index: TypeAlias = "_steps.index.StepIndex[_formats.Detected]"
+
+
+_ABOUT_LINKS = "which is no step of a run: pass its path alone to load it"
 
 
 class Located(NamedTuple):
@@ -153,7 +156,7 @@ def _locate(
         raise _not_a_directory(path)
     index = _steps.index.StepIndex(path, _formats.identify, number)
     if step is None:
-        return _newest(path, index, warn)
+        return _newest(path, index, _steps.index.find_links(path, number), warn)
     if (entry := index.find(step)) is not None:
         return _to_located(entry)
     if detected is not None:
@@ -167,7 +170,9 @@ def _locate(
     if number is None and (other := _steps.index.find_usual_name(path, step)):
         raise _damaged_error(other, "")
     advice = _formats.advice_on_saves(path)
-    if advice:
+    if link := _steps.index.find_links(path, number).get(step):
+        advice = f"; {link.name} is a symbolic link, {_ABOUT_LINKS}"
+    elif advice:
         advice = f"; {advice}"
     elif not index.steps:
         advice = _formats.advice_on_names(path)
@@ -204,8 +209,10 @@ def _to_located(entry: _Entry) -> Located:
     return Located(entry.path, entry.step, entry.checkpoint)
 
 
-def _newest(root: Path, index: _Index, warn: bool) -> Located:
-    """Returns the newest recognised, unmarked step; logs damaged newer steps."""
+def _newest(
+    root: Path, index: _Index, links: Mapping[int, Path], warn: bool
+) -> Located:
+    """Returns the newest recognised, unmarked step; logs newer steps left out."""
     marked: list[Path] = []
     unknown: list[int] = []
     newest = None
@@ -233,14 +240,22 @@ def _newest(root: Path, index: _Index, warn: bool) -> Located:
         )
         for path in marked
     ]
+    left_out = [
+        *damaged,
+        *(
+            errors.CheckpointFormatError(f"{path} is a symbolic link, {_ABOUT_LINKS}")
+            for step, path in links.items()
+            if newest is None or step > newest.step
+        ),
+    ]
     if newest is None:
-        if damaged:
-            raise damaged[-1]
+        if left_out:
+            raise left_out[-1]
         _formats.detect(root)  # raises
         raise errors.CheckpointNotFoundError(
             f"{root} changed while it was read: try again"
         )
-    for error in damaged if warn else ():
+    for error in left_out if warn else ():
         _log.warning(
             "a newer step is left out, and step %d is used: %s", newest.step, error
         )

@@ -445,13 +445,18 @@ class Checkpointer(Closing):
         self._saves.finish()
         return self._run
 
+    def _paths(self) -> dict[int, Path]:
+        """Returns the steps and their paths; warns of newer checkpoints left out."""
+        self._ended.warn_of_left_out()
+        return self._run.paths()
+
     def steps(self) -> list[int]:
         """Returns the committed steps without damage markers, ascending."""
-        return list(self._ended.paths())
+        return list(self._paths())
 
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`; None without steps."""
-        return max(self._ended.paths(), default=None)
+        return max(self._paths(), default=None)
 
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """Returns the newest step with the best finite `metric`; None without any.
@@ -461,6 +466,7 @@ class Checkpointer(Closing):
         best = self._ended.find_best(policies.BestN(1, metric, mode))
         if best is None:
             self._run.warn_of_unknown(metric)
+            self._run.warn_of_left_out()
         return best
 
     def damaged(self) -> dict[int, str]:
@@ -546,7 +552,7 @@ class Checkpointer(Closing):
             poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
-            lambda: self._ended.paths(),
+            self._paths,
             timeout_secs=timeout_secs,
             poll_secs=poll_secs,
         )

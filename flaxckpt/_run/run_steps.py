@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Literal
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
 from flaxckpt._formats import locate
-from flaxckpt._run import edit, events, judge, params_only, retention
+from flaxckpt._run import edit, events, judge, left_out, params_only, retention
 from flaxckpt._run.tiers.part_tier import PartTier
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class RunSteps:
         journal = None if read_only else self.saves_in / _steps.journal.NAME
         self.events = events.Stream(directory, journal, mode)
         self.mode = mode
+        self._is_warned = False
 
     def make_directory(self) -> None:
         """Makes the directory where steps are saved.
@@ -162,6 +164,31 @@ class RunSteps:
         """Returns True if the run has steps, good or damaged."""
         return bool(self.paths() or self.damaged_paths())
 
+    def find_left_out(self, *, only_usual: bool = False) -> dict[int, Path]:
+        """Returns the checkpoints after the newest step that are no steps, ascending.
+
+        See `left_out.find`.
+        """
+        latest = max(self.paths(), default=None)
+        find = functools.partial(
+            left_out.find, step_format=self.format, latest=latest, only_usual=only_usual
+        )
+        # Each process has a staging directory, but only one error.
+        near = {} if self.is_in_parts else find(self.saves_in)
+        return dict(sorted({**near, **find(self.directory)}.items()))
+
+    def describe_left_out(self, found: Mapping[int, Path]) -> str:
+        """Returns a sentence with what `find_left_out` has found, and what to do."""
+        return f"{self.directory} has {left_out.describe(found, self.format)}"
+
+    def warn_of_left_out(self) -> None:
+        """Warns, once, about checkpoints after the newest step that are no steps."""
+        if self._is_warned or not _util.job.is_first():
+            return
+        if found := self.find_left_out():
+            self._is_warned = True
+            _log.warning("%s", self.describe_left_out(found))
+
     def damage_reasons(self) -> dict[int, str]:
         """Returns the reason for each damage marker: step -> reason."""
         return {
@@ -180,10 +207,12 @@ class RunSteps:
         if step not in paths:
             paths |= self.damaged_paths()
         if step not in paths:
+            why = _steps.journal.describe_deletion(self.saves_in, step)
+            if step in (found := self.find_left_out()):
+                why = f", but {left_out.describe({step: found[step]}, self.format)}"
             raise errors.CheckpointNotFoundError(
                 f"{self.directory} has no step {step}:"
-                f" it has {locate.summarize(list(paths), step)}"
-                f"{_steps.journal.describe_deletion(self.saves_in, step)}"
+                f" it has {locate.summarize(list(paths), step)}{why}"
             )
         return paths[step]
 
@@ -205,6 +234,11 @@ class RunSteps:
                 " run without steps starts from the beginning."
             )
         if not candidates:
+            if found := self.find_left_out():
+                raise errors.CheckpointNotFoundError(
+                    f"{self.directory} has no steps, but"
+                    f" {left_out.describe(found, self.format)}"
+                )
             advice = "save one first, or check the directory and step_format"
             if self.saves_in.is_dir():
                 advice = _formats.advice_on_saves(self.saves_in) or advice
@@ -212,6 +246,7 @@ class RunSteps:
                 f"{self.directory} has no steps named like {self.format.template!r}:"
                 f" {advice}"
             )
+        self.warn_of_left_out()
         return candidates
 
     def _newest_first(self) -> list[tuple[int, Path]]:

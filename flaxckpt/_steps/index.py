@@ -7,6 +7,7 @@ number at its end, such as `model1`, is a step only if its format is given.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -194,15 +195,55 @@ def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
-def find_links(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
-    """Returns the symbolic links with names of steps, which are no steps."""
-    if isinstance(root, _storage.paths.RemotePath) or not root.is_dir():
-        return {}
-    return {
+def find_links(root: Path, number: names.Number | None) -> dict[int, Path]:
+    """Returns the symbolic links with names of steps, which are no steps, ascending.
+
+    `number` returns the step of a name; by default of a usual name.
+    """
+    found = {
         step: path
         for path in root.iterdir()
-        if (step := step_format.step(path.name)) is not None and path.is_symlink()
+        if (step := (number or names.usual_number)(path.name)) is not None
+        and path.is_symlink()
     }
+    return dict(sorted(found.items()))
+
+
+def find_left_out(
+    root: Path,
+    step_format: names.StepFormat,
+    recognise: Callable[[Path], _T | None],
+    *,
+    after: int | None = None,
+    only_usual: bool = False,
+) -> dict[int, Path]:
+    """Returns the checkpoints that are no steps of a format, ascending.
+
+    They have names of other formats, or are symbolic links.
+
+    Args:
+        root: The run directory.
+        step_format: The format of the run.
+        recognise: Returns the checkpoint at a path; None if there is none.
+        after: Only greater numbers; None for all.
+        only_usual: True to leave out names that are neither usual nor in the journal.
+    """
+    if not root.is_dir():
+        return {}
+    oldest = -1 if after is None else after
+    links = find_links(root, step_format.step)
+    found = {step: path for step, path in links.items() if step > oldest}
+    others = [path for path in root.iterdir() if step_format.step(path.name) is None]
+    is_any = any(re.search("[0-9]", path.name) for path in others)
+    committed = _committed_names(root) if is_any else {}
+    for path in others:
+        step = committed.get(path.name, names.number(path.name))
+        if step is None or step <= oldest or names.is_temporary(path.name):
+            continue
+        is_usual = path.name in committed or names.is_usual(path.name)
+        if (is_usual or not only_usual) and Entry(step, path, recognise).was_step:
+            found[step] = path
+    return dict(sorted(found.items()))
 
 
 def sign(path: Path) -> str | None:
@@ -264,12 +305,19 @@ def _named_like_steps(
 
 def _recorded_prefixes(root: Path) -> set[str]:
     """Returns the prefixes of step names in the run's journal."""
-    prefixes = set()
-    for event in journal.recent(root / journal.NAME):
-        name = event.path.rstrip("/").rpartition("/")[2]
-        if event.kind == "committed" and names.number(name) == event.step is not None:
-            prefixes.add(names.prefix(name))
-    return prefixes
+    committed = _committed_names(root).items()
+    return {
+        names.prefix(name) for name, step in committed if names.number(name) == step
+    }
+
+
+def _committed_names(root: Path) -> dict[str, int]:
+    """Returns the names of the steps that the run's journal has as committed."""
+    return {
+        event.path.rstrip("/").rpartition("/")[2]: event.step
+        for event in journal.recent(root / journal.NAME)
+        if event.kind == "committed" and event.step is not None
+    }
 
 
 def _finished(root: Path) -> Iterator[Path]:

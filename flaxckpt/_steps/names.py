@@ -148,6 +148,11 @@ def is_usual(name: str) -> bool:
     return number(name) is not None and is_usual_prefix(prefix(name))
 
 
+def usual_number(name: str) -> int | None:
+    """Returns the step of a usual step name, or None."""
+    return number(name) if is_usual(name) else None
+
+
 def is_temporary(name: str) -> bool:
     """Returns True for the name of an unfinished step, also of T5X."""
     is_ours = _storage.temporary.TEMPORARY in name

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from flaxckpt import _checkpoint, _formats, _state, _steps, _util, errors
+from flaxckpt import _checkpoint, _state, _storage, _util, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._maps import named
 from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
+from flaxckpt._run.run_steps import RunSteps
 from flaxckpt._run.session import Session
 from flaxckpt._training import kept_state, step_counter
 from flaxckpt._transforms import base as _transforms
@@ -41,7 +43,8 @@ def restore_or_init(
     _check_map(source_map, source)
     session = session_of(checkpointer)
     checkpointer.wait()
-    latest, params_only = checkpointer.latest_step(), session.saves.params_only.latest()
+    latest = max(session.run.paths(), default=None)
+    params_only = session.saves.params_only.latest()
     if params_only is not None and (latest is None or params_only[0] > latest):
         _log.warning(
             "there was no time to save all of step %d: its parameters, without the"
@@ -49,7 +52,9 @@ def restore_or_init(
             *params_only,
             "the beginning" if latest is None else f"step {latest}",
         )
-    _check_links(session, latest)
+    left_out = session.run.find_left_out(only_usual=source is not None)
+    # Restoring only warns about other names.
+    _raise_for(session, {n: path for n, path in left_out.items() if path.is_symlink()})
     # With damaged steps, do not begin anew: restoring raises an error with advice.
     if session.has_steps():
         restored, step = resume(
@@ -63,10 +68,11 @@ def restore_or_init(
                 step,
             )
         return restored, step
+    if source is None or not _is_within(source, session.run):
+        _raise_for(session, left_out)
     if source is not None:
         options = _with_map(options, source_map, source, state)
         return session.load_source(source, state, options, step=source_step)
-    _check_other_names(session)
     leaves = _state.flax_state.leaves_by_path(state).values()
     abstract = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
@@ -102,42 +108,16 @@ def _with_map(
     return dataclasses.replace(options, transforms=(*source_map, *options.transforms))
 
 
-def _check_links(session: Session, latest: int | None) -> None:
-    """Raises CheckpointFormatError if a link is named like a step after the newest."""
-    run = session.run
-    links = _steps.index.find_links(run.directory, run.format)
-    if links and (newest := max(links)) > (-1 if latest is None else latest):
-        raise errors.CheckpointFormatError(
-            f"{links[newest]} is a symbolic link, which is no step of a run: move the"
-            " directory that it points to here, or begin another run from it with"
-            " source=; to go on without it, remove the link"
-        )
+def _raise_for(session: Session, left_out: Mapping[int, Path]) -> None:
+    """Raises CheckpointFormatError for checkpoints that a new run would hide."""
+    if left_out:
+        raise errors.CheckpointFormatError(session.run.describe_left_out(left_out))
 
 
-def _check_other_names(session: Session) -> None:
-    """Raises CheckpointFormatError if all steps have names of another step format.
-
-    A new run in the directory would hide these steps, or be mixed up with them.
-    """
-    run = session.run
-    if run.paths() or not run.directory.is_dir():
-        return
-    others = _steps.index.checkpoints_by_number(run.directory, _formats.recognises)
-    if others:
-        newest = others[max(others)][0]
-        raise errors.CheckpointFormatError(
-            f"{run.directory} has steps that are not named like"
-            f" {run.format.template!r}, such as {newest.name}: continue with"
-            f" step_format={_guess_step_format(newest.name, max(others))!r} if they are"
-            " directories, or begin another run from them with source="
-        )
-
-
-def _guess_step_format(name: str, step: int) -> str:
-    """Returns the step format that names the directory of `step` `name`."""
-    before = name.rstrip("0123456789")
-    digits = name.removeprefix(before)
-    return before + ("{step}" if digits == str(step) else f"{{step:0{len(digits)}d}}")
+def _is_within(source: PathLike, run: RunSteps) -> bool:
+    """Returns True for a source in the directory of the run, which is known then."""
+    path = _storage.paths.resolve(source)
+    return run.directory in (path, *path.parents)
 
 
 def check(

@@ -100,6 +100,65 @@ def test_step_format_names_and_finds_steps(run_dir, template):
         strange.restore()
 
 
+LISTS = {
+    "steps": lambda ckpt: ckpt.steps(),
+    "latest_step": lambda ckpt: ckpt.latest_step(),
+    "best_step": lambda ckpt: ckpt.best_step("loss", "min"),
+    "new_steps": lambda ckpt: list(ckpt.new_steps(timeout_secs=0)),
+}
+
+
+@pytest.mark.parametrize("template", ["step_{step}", "{step:04d}", "{step}_ckpt"])
+@pytest.mark.parametrize("name", LISTS)
+def test_checkpoints_with_other_names_are_not_left_out_in_silence(
+    run_dir, template, name, caplog
+):
+    with flaxckpt.Checkpointer(run_dir, step_format=template) as before:
+        for step in (1, 2):
+            before.save(step, state(step), metrics={"accuracy": step})
+    for is_begun in (False, True):
+        ckpt = flaxckpt.Checkpointer(run_dir)
+        if is_begun:
+            ckpt.save(1, state(1)).wait()
+        caplog.clear()
+        for _ in range(2):
+            LISTS[name](ckpt)
+        [told] = [r.message for r in caplog.records if "other names" in r.message]
+        assert template.format(step=2) in told
+        assert (template.format(step=1) in told) != is_begun
+        assert (f"step_format={template!r}" in told) != ("ckpt" in template)
+        caplog.clear()
+        with pytest.raises(errors.CheckpointNotFoundError, match="with other names"):
+            ckpt.restore(step=2)
+        if is_begun:
+            strategies.assert_same(state(1), ckpt.restore())
+        else:
+            with pytest.raises(errors.CheckpointNotFoundError, match="no steps, but"):
+                ckpt.restore()
+        ckpt.close()
+    LISTS[name](before)  # the newest is its own
+    assert "other names" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["latest_step", "restore"])
+def test_links_named_like_steps_are_not_left_out_in_silence(tmp_path, name, caplog):
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step))
+    (tmp_path / "run" / "2").rename(tmp_path / "moved")
+    (tmp_path / "run" / "2").symlink_to(tmp_path / "moved")
+    told = "the symbolic link 2, which is no step: move"
+    getattr(flaxckpt.Checkpointer(tmp_path / "run"), name)()
+    assert told in caplog.text
+    caplog.clear()
+    strategies.assert_same(state(1), flaxckpt.load(tmp_path / "run"))
+    assert "2 is a symbolic link, which is no step of a run: pass its" in caplog.text
+    with pytest.raises(errors.CheckpointNotFoundError, match="2 is a symbolic link"):
+        flaxckpt.load(tmp_path / "run", step=2)
+    with pytest.raises(errors.CheckpointNotFoundError, match=told):
+        flaxckpt.Checkpointer(tmp_path / "run").restore(step=2)
+
+
 def test_on_exists_keeps_skips_or_replaces_step(run_dir):
     with flaxckpt.Checkpointer(run_dir) as ckpt:
         ckpt.save(3, state(3)).wait()

@@ -330,6 +330,29 @@ def test_steps_with_other_names_do_not_count_as_empty_run(tmp_path, source):
     np.testing.assert_array_equal(old.params["head"], state.params["head"])
 
 
+@pytest.mark.parametrize("name", ["step_7", "model_7"])
+def test_source_does_not_replace_steps_with_other_names(tmp_path, source, name):
+    path, old = source
+    flaxckpt.save(tmp_path / "run" / name, old)
+    fresh = state_of(2, seed=1)
+    if name == "model_7":  # no usual name of a step
+        assert begin(tmp_path / "run", fresh, source=path)[1] == 0
+        return
+    with pytest.raises(errors.CheckpointFormatError, match=r"other names .*step_7"):
+        begin(tmp_path / "run", fresh, source=path)
+    # A source in the directory itself: its checkpoints are known.
+    assert begin(tmp_path / "run", fresh, source=tmp_path / "run")[1] == 0
+
+
+def test_link_with_a_name_of_another_format_is_no_empty_run(tmp_path, source):
+    _, old = source
+    flaxckpt.save(tmp_path / "elsewhere", old)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step_7").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.CheckpointFormatError, match="the symbolic link step_7"):
+        begin(tmp_path / "run", state_of(2, seed=1))
+
+
 @pytest.mark.parametrize("newest_is_linked", [True, False])
 @pytest.mark.parametrize("has_other", [True, False])
 def test_run_does_not_go_on_before_a_step_that_is_a_link(
@@ -345,7 +368,7 @@ def test_run_does_not_go_on_before_a_step_that_is_a_link(
     if has_other and not newest_is_linked:
         assert begin(run, state)[1] == 5
         return
-    told = f"run/{linked} is a symbolic link, which is no step of a run: move"
+    told = f"the symbolic link {linked}, which is no step: move"
     with pytest.raises(errors.CheckpointFormatError, match=told):
         begin(run, state)
     (run / str(linked)).unlink()
