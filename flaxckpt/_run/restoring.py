@@ -382,7 +382,7 @@ class Restores:
         """Returns the options, with transforms that undo the transforms of the save."""
         if request.state is None:
             return request.options
-        if metadata.transforms != _transforms.describe(self._transforms):
+        if not _transforms.is_described(metadata.transforms, self._transforms):
             if not request.options.transforms:  # the caller may undo them
                 self._warn_of_others(metadata)
             return request.options

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
+from flaxckpt._transforms import function_names
 from flaxckpt._transforms.patterns import no_match
 from flaxckpt._types import LeafPath
 
@@ -255,8 +256,16 @@ def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
     return tuple(
         str(transform)
         if isinstance(transform, TableTransform)
-        else getattr(transform, "__qualname__", type(transform).__qualname__)
+        else function_names.describe(transform)
         for transform in transforms
+    )
+
+
+def is_described(recorded: Sequence[str], transforms: Sequence[Transform]) -> bool:
+    """Returns True if a record names these transforms, also one of flaxckpt 0.1.0."""
+    described = describe(transforms)
+    return len(recorded) == len(described) and all(
+        map(function_names.is_described, recorded, described)
     )
 
 

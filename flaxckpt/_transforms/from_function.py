@@ -14,7 +14,7 @@ from jax.extend import core
 
 from flaxckpt import _arrays, _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
-from flaxckpt._transforms import base
+from flaxckpt._transforms import base, function_names
 from flaxckpt._transforms.base import TableTransform, Transform
 from flaxckpt._types import LeafPath
 
@@ -107,9 +107,9 @@ class _Function(TableTransform):
         return result[0]
 
     def __str__(self) -> str:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
-        resuming = True if self.is_resuming else None
-        return f"from_function({name}{', is_resuming=True' if resuming else ''})"
+        name, colon, detail = function_names.describe(self.fn).partition(": ")
+        resuming = ", is_resuming=True" if self.is_resuming else ""
+        return f"from_function({name}{resuming}){colon}{detail}"
 
 
 def from_function(

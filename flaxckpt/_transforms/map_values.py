@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from flaxckpt import _state, _util, errors
 from flaxckpt._state.leaf import Leaf, LeafTable
-from flaxckpt._transforms import base
+from flaxckpt._transforms import base, function_names
 from flaxckpt._transforms.axis_maps import check_axis
 from flaxckpt._transforms.base import TableTransform, Transform
 from flaxckpt._transforms.patterns import compile_pattern
@@ -159,8 +159,7 @@ def map_leaf(
 
     # Trainers save repeatedly: compile the function once.
     traced = jax.jit(lambda x: fn(x))
-    fn_name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    name = base.call("map_leaf", pattern) + f" with {fn_name}"
+    name = f"{base.call('map_leaf', pattern)} with {function_names.describe(fn)}"
     mapped = ValueMap(traced, precision="own")
     return in_place(name, pattern, lambda _: mapped, undo)
 

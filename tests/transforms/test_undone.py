@@ -1,5 +1,6 @@
 """A run that saves another form than it trains gets back all it had, or is warned."""
 
+import functools
 import logging
 
 import flax.struct
@@ -29,7 +30,7 @@ from flaxckpt.transforms import (
     transpose,
     unstack,
 )
-from tests.helpers import optax_zoo
+from tests.helpers import optax_zoo, strategies
 from tests.transforms import cases
 
 CASES = [c for c in cases.CASES.values() if c.is_undone and c.keeps_all]
@@ -542,3 +543,71 @@ def test_does_not_warn_of_transforms_that_only_select_and_cast(tmp_path, caplog)
     caplog.clear()
     flaxckpt.Checkpointer(tmp_path).restore({"w": jnp.ones(3)})
     assert not caplog.messages
+
+
+def times(factor):
+    def fn(x):
+        return x * factor
+
+    return fn
+
+
+def renamed(name):
+    def fn(x):
+        return x * 2
+
+    fn.__qualname__ = name
+    return fn
+
+
+FACTOR = 2.0
+ALIKE = {
+    "lambdas": lambda: (lambda x: x * 2, lambda x: x * 4),
+    "lambdas without source": lambda: (eval("lambda x: x * 2"), eval("lambda x: x*4")),
+    "closures": lambda: (times(2), times(4)),
+    "arrays": lambda: (times(np.full(4, 2.0)), times(np.full(4, 4.0))),
+    "defaults": lambda: [lambda x, factor=factor: x * factor for factor in (2, 4)],
+    "partial": lambda: [functools.partial(jnp.multiply, factor) for factor in (2, 4)],
+    "nested": lambda: [
+        functools.partial(lambda fn, x: fn(x), times(factor)) for factor in (2, 4)
+    ],
+}
+
+
+def doubling(fn):
+    return map_leaf("w", fn, inverse=lambda x: x / 2)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_run_does_not_undo_the_transform_of_another_function(tmp_path, caplog, name):
+    state = {"w": jnp.arange(4.0)}
+    (one, other), (again, _) = ALIKE[name](), ALIKE[name]()
+    with flaxckpt.Checkpointer(tmp_path, transforms=[doubling(one)]) as ckpt:
+        ckpt.save(1, state)
+    for fn, expected in ((again, state["w"]), (other, state["w"] * 2)):
+        caplog.clear()
+        run = flaxckpt.Checkpointer(tmp_path, transforms=[doubling(fn)], read_only=True)
+        np.testing.assert_array_equal(run.restore(state)["w"], expected)
+        assert ("which this Checkpointer does not have" in caplog.text) == (fn is other)
+
+
+def test_description_shows_the_source_of_a_lambda_and_what_it_uses():
+    offset = 3
+    shown = str(
+        map_leaf("w", lambda x: x * FACTOR
+                 + offset)
+    )  # fmt: skip
+    assert shown.endswith(
+        "<lambda>: lambda x: x * FACTOR + offset, FACTOR=2.0, offset=3"
+    )
+    assert str(from_function(without_w)) == "from_function(without_w)"
+    assert len(str(map_leaf("w", times(tuple(range(1000)))))) < 300
+
+
+def test_run_undoes_what_was_recorded_without_the_values_of_a_function(tmp_path):
+    state = {"w": jnp.arange(4.0)}
+    named = times(2).__qualname__  # all that flaxckpt 0.1.0 recorded
+    with flaxckpt.Checkpointer(tmp_path, transforms=[doubling(renamed(named))]) as ckpt:
+        ckpt.save(1, state)
+    run = flaxckpt.Checkpointer(tmp_path, transforms=[doubling(times(2))])
+    strategies.assert_same(state, run.restore(state))
