@@ -81,6 +81,7 @@ class Deriver:
         if is_wide is None:
             is_wide = any(map(_is_wide, leaves))
         try:
+            _check_computed(leaves)
             info = _result_info(base, self._shape(fn, infos, is_wide, precision))
         except errors.CheckpointError:
             raise
@@ -109,6 +110,18 @@ class Deriver:
                     result = jax.eval_shape(fn, *args)
             self._shapes[key] = result
         return self._shapes[key]
+
+
+def _check_computed(leaves: Sequence[Leaf]) -> None:
+    """Raises ValueError for values that jax compiles no function of."""
+    infos = [leaf.info for leaf in leaves]
+    infos += [source.info for leaf in leaves for source in leaf.stored]
+    for info in infos:
+        if info.dtype in _state.dtypes.NOT_COMPUTED:
+            raise ValueError(
+                f"jax does not compute with {info.dtype}: restore it without this"
+                " transform, and change the array with numpy"
+            )
 
 
 def _joined_transforms(leaves: Sequence[Leaf]) -> tuple[str, ...]:

@@ -98,7 +98,9 @@ def _put_computed(value: jax.Array, sharding: Sharding) -> jax.Array:
 
 def _put(array: Array | jax.Array, sharding: Sharding | None) -> jax.Array:
     # For an empty array with a long axis, XLA would compile a loop over that axis.
-    if sharding is None and 0 < array.nbytes < _COPIED_BELOW:
+    is_small = 0 < array.nbytes < _COPIED_BELOW
+    is_computed = array.dtype.name not in _state.dtypes.NOT_COMPUTED
+    if sharding is None and is_small and is_computed:
         return jnp.array(array)
     placed: jax.Array = jax.device_put(array, sharding)
     return placed

@@ -27,14 +27,15 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         [data] = blocks.values()
         return to_device.make_keys(data, wanted)
     typed = {r: _as_wanted(block, found, wanted) for r, block in blocks.items()}
-    if wanted.python_type == "jax.Array":
+    is_in_jax = wanted.dtype not in _state.dtypes.NOT_IN_JAX
+    if wanted.python_type == "jax.Array" and is_in_jax:
         from flaxckpt._arrays import to_device
 
         return to_device.to_devices(typed, wanted)
     [array] = typed.values()
     if wanted.python_type == "numpy.generic":
         return array[()]
-    if wanted.python_type == "numpy.ndarray":
+    if wanted.kind == "array":
         return array if array.flags.writeable else array.copy()
     return array.item()
 

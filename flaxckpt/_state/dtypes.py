@@ -54,6 +54,12 @@ STORED_AS_BYTES = frozenset(
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
+NOT_IN_JAX = frozenset(("float6_e2m3fn", "float6_e3m2fn"))
+"""Types that jax knows by name, and has no arrays of."""
+
+NOT_COMPUTED = NOT_IN_JAX | {"int1", "uint1"}
+"""Types that jax compiles no function of."""
+
 PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",
     int: "int64",
@@ -128,8 +134,9 @@ def kind(dtype_name: str) -> str:
 
 
 def array_type(dtype_name: str | None) -> str:
-    """Returns the type of arrays which jax does not truncate, as in `LeafInfo`."""
-    return "numpy.ndarray" if dtype_name in WIDE else "jax.Array"
+    """Returns the type of arrays that hold all values, as in `LeafInfo`."""
+    is_not_in_jax = dtype_name in WIDE or dtype_name in NOT_IN_JAX
+    return "numpy.ndarray" if is_not_in_jax else "jax.Array"
 
 
 def restores_as(found: str, wanted: str) -> bool:

@@ -114,9 +114,10 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
         return leaf
     if not lossy and not _state.dtypes.restores_as(stored, wanted):
         return leaf
-    return dataclasses.replace(
-        leaf, info=dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
-    )
+    info = dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
+    if wanted in _state.dtypes.NOT_IN_JAX and info.python_type == "jax.Array":
+        info = dataclasses.replace(info, python_type="numpy.ndarray", sharding=None)
+    return dataclasses.replace(leaf, info=info)
 
 
 # ---- one leaf to one ----------------------------------------------------------------

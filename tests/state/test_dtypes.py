@@ -2,13 +2,15 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from tests.helpers import command_line, old_stores
+from tests.helpers import command_line, old_stores, strategies
 from tests.helpers.dtypes import ALL
 
 
@@ -73,6 +75,55 @@ def restores(tmp_path):
 )
 def test_casts_only_floats_freely(restores, found, wanted, allowed):
     assert (restores([0, 1], found, wanted) is not None) == allowed
+
+
+NOT_IN_JAX = ("float6_e2m3fn", "float6_e3m2fn")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_each_type_is_restored_by_jax_or_refused(tmp_path, name, shape):
+    """Nothing is saved that is not restored, and each error says what to do."""
+    values = np.ones(shape, np.dtype(name))
+    wide = values.dtype.itemsize > 4 and name != "complex64"
+    with jax.enable_x64(wide):
+        flaxckpt.save(tmp_path / "numpy", {"x": values})
+        strategies.assert_same({"x": values}, flaxckpt.load(tmp_path / "numpy"))
+        abstract = {"x": jax.ShapeDtypeStruct(shape, values.dtype)}
+        if name in NOT_IN_JAX:
+            with pytest.raises(errors.UnsupportedLeafError, match="use a numpy array"):
+                flaxckpt.load(tmp_path / "numpy", abstract)
+            cast = transforms.cast("x", name)
+            floats = {"x": jnp.ones(shape)}
+            flaxckpt.save(tmp_path / "cast", floats, transforms=[cast])
+            found = flaxckpt.load(tmp_path / "cast")["x"]
+            assert (found.dtype, found.tobytes()) == (values.dtype, values.tobytes())
+            strategies.assert_same(floats, flaxckpt.load(tmp_path / "cast", floats))
+            return
+        for device in (None, jax.devices()[1]):
+            array = {"x": jax.device_put(values, device)}
+            path = tmp_path / f"{device}"
+            flaxckpt.save(path, array)
+            for target in (None, array, abstract):
+                found = flaxckpt.load(path, target)["x"]
+                assert isinstance(found, jax.Array)
+                assert found.dtype == values.dtype
+                assert np.asarray(found).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("name", ["int1", "uint1", *NOT_IN_JAX])
+def test_computations_with_types_that_jax_lacks_are_refused(tmp_path, name):
+    state = {"x": np.ones(3, np.dtype(name))}
+    change = [transforms.map_leaf("x", lambda x: x.reshape(1, 3))]
+    flaxckpt.save(tmp_path / "c", state)
+    told = f"jax does not compute with {name}: restore it without"
+    with pytest.raises(errors.OptionError, match=told):
+        flaxckpt.load(tmp_path / "c", transforms=change)
+    with pytest.raises(errors.OptionError, match=told):
+        flaxckpt.save(tmp_path / "d", state, transforms=change)
+    widened = [transforms.cast("x", "float32", lossy=True), *change]
+    with pytest.raises(errors.OptionError, match=told):
+        flaxckpt.load(tmp_path / "c", transforms=widened)
 
 
 INTEGERS = [name for name in ALL if "int" in name]
