@@ -43,7 +43,7 @@ class Deriver:
     def __init__(self, what: str) -> None:
         self._what = what
         self._shapes: dict[Hashable, Any] = {}
-        self._faults: list[str] = []
+        self._faults: dict[str, None] = {}  # a leaf may be the source of several
 
     def __enter__(self) -> Deriver:
         return self
@@ -52,7 +52,7 @@ class Deriver:
         if kind is None and self._faults:
             raise errors.OptionError(
                 f"{self._what:.200} cannot be applied to"
-                f" {errors.one_or_rows(self._faults)}"
+                f" {errors.one_or_rows(list(self._faults))}"
             )
 
     def __call__(
@@ -88,7 +88,7 @@ class Deriver:
         except Exception as error:
             forms = ", ".join(str(info) for info in infos[:3])
             path = errors.name_leaf(base.path)
-            self._faults.append(f"{path}, {forms}: {_reason(error)}")
+            self._faults[f"{path}, {forms}: {_reason(error)}"] = None
             return Leaf(base, ())
         sources = tuple(source for leaf in leaves for source in leaf.sources)
         computation = _Computation(tuple(leaves), fn, is_wide, precision)

@@ -182,7 +182,7 @@ def _features(scratch: Path) -> dict[str, bool]:
 def _works(attempt: Callable[[], bool]) -> bool:
     try:
         return attempt()
-    except OSError:
+    except (OSError, NotImplementedError):
         return False
 
 

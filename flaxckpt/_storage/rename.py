@@ -13,6 +13,11 @@ from flaxckpt._storage import files
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
+"""Errors of file systems, and of sandboxes that do not know the call.
+
+If the names may not be changed at all, the first rename alone says so, too.
+"""
 
 
 class NotDurableError(OSError):
@@ -74,7 +79,7 @@ def exchange_atomically(one: Path, other: Path) -> bool:
     code = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
     if code == 0:
         return True
-    if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+    if ctypes.get_errno() not in _UNSUPPORTED:
         raise OSError(ctypes.get_errno(), "cannot exchange", str(other))
     return False
 

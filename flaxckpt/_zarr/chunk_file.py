@@ -130,7 +130,8 @@ def link_if_equal(
             if compare_all and not _is_equal(file, parts):
                 return False
         os.link(old, new, follow_symlinks=False)
-    except OSError:  # no support, too many links, or `old` is gone
+    # No support of the file system or the platform, too many links, or `old` is gone.
+    except (OSError, NotImplementedError, AttributeError):
         return False
     return True
 

@@ -1,6 +1,8 @@
 """Raw arrays: what we write, TensorStore reads, and the other way round."""
 
 import dataclasses
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -637,11 +639,17 @@ def test_replacing_linked_step_fails_save(tmp_path, monkeypatch):
     ours.close()
 
 
-def test_copies_files_without_hard_link_support(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["EPERM", "ENOTSUP", "EMLINK", "EXDEV", "call", None])
+def test_copies_files_without_hard_link_support(tmp_path, monkeypatch, how):
     def refuse(*_args, **_kwargs):
-        raise OSError(1, "Operation not permitted")
+        if how == "call":
+            raise NotImplementedError("follow_symlinks unavailable on this platform")
+        raise OSError(getattr(errno, how), "refused")
 
-    monkeypatch.setattr(zarr_chunk_file.os, "link", refuse)
+    if how is None:  # Python for Android
+        monkeypatch.delattr(os, "link")
+    else:
+        monkeypatch.setattr(os, "link", refuse)
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         state = big_state()
         for step in (1, 2):

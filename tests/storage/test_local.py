@@ -104,7 +104,9 @@ def renames(monkeypatch, code):
     monkeypatch.setattr(storage_rename.ctypes, "CDLL", lambda *a, **k: library)
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP])
+@pytest.mark.parametrize(
+    "code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM]
+)
 def test_exchange_falls_back_to_single_renames(tmp_path, monkeypatch, code):
     for name in ("new", "old"):
         (tmp_path / name).mkdir()

@@ -204,3 +204,20 @@ def test_splits_parts_along_axis_of_form():
     fused = fuse([r"params/q", r"params/k"], "params/qk", axis=0, sizes=[4, 2])
     with pytest.raises(errors.OptionError, match="sizes"):
         transformed([*changes, fused], state)
+
+
+def test_error_of_split_names_each_leaf_and_moment_once(tmp_path):
+    params = {"qkv": {"kernel": jnp.ones((4, 7)), "bias": jnp.ones(7)}}
+    state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    flaxckpt.save(tmp_path / "c", state)
+    heads = "params", "opt_state/0/mu", "opt_state/0/nu"
+    for pattern, named in (("(params)", heads[:1]), ("(.*)", heads)):
+        parts = [rf"\1/{part}/\2" for part in "qkv"]
+        change = split(rf"{pattern}/qkv/(\w+)", parts)
+        with pytest.raises(errors.OptionError) as caught:
+            flaxckpt.load(tmp_path / "c", transforms=[change])
+        head, *rows = str(caught.value).splitlines()
+        assert head.endswith(f"{2 * len(named)} leaves:")
+        assert sorted(row.split(",")[0].strip() for row in rows) == sorted(
+            f"{path}/qkv/{leaf}" for path in named for leaf in ("bias", "kernel")
+        )
