@@ -26,6 +26,9 @@ from flaxckpt._types import JSON
 _log = logging.getLogger(__name__)
 
 _TRUSTED_PACKAGES = ("flax", "optax")
+_NOT_SAVED = {"apply_fn", "tx", "mesh", "rules"}
+"""Fields of flax's dataclasses that belong to the program, not to its state."""
+
 _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 """Modules without state classes, whose import may have side effects."""
 
@@ -163,7 +166,8 @@ def _known_fields(cls: Any) -> set[str]:
         if base.__module__.split(".")[0] in _TRUSTED_PACKAGES
         and dataclasses.is_dataclass(base)
     ]
-    return {field.name for base in libraries for field in dataclasses.fields(base)}
+    fields = {field.name for base in libraries for field in dataclasses.fields(base)}
+    return fields & _NOT_SAVED
 
 
 def _dataclass(

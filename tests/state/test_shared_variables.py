@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax.core import FrozenDict
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
@@ -125,3 +127,28 @@ def test_loads_part_of_state_with_shared_variables(tmp_path):
     strategies.assert_same_state({"a": state["a"]}, found)
     found = flaxckpt.load(tmp_path / "c", {"z": state["z"]})
     strategies.assert_same_state({"z": state["z"]}, found)
+
+
+def test_load_warns_about_the_graph_of_a_split_module(tmp_path, caplog):
+    """A graph names classes and functions, which a checkpoint does not record."""
+    graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    flaxckpt.save(tmp_path / "c", (graph, state))
+    assert flaxckpt.load(tmp_path / "c")[0].nodes is None
+    told = [record.getMessage() for record in caplog.records]
+    assert any("GraphDef.nodes is not in the checkpoint" in text for text in told)
+    assert all("Pass a state that has the value" in text for text in told)
+    caplog.clear()
+    merged = nnx.merge(*flaxckpt.load(tmp_path / "c", (graph, state)))
+    strategies.assert_same(state, nnx.state(merged))
+    assert not caplog.records
+
+
+def test_load_says_nothing_about_the_functions_of_a_train_state(tmp_path, caplog):
+    params = {"w": jnp.ones(2)}
+    made = TrainState.create(apply_fn=jnp.dot, params=params, tx=optax.sgd(1.0))
+    boxed = nn.LogicallyPartitioned(jnp.ones(2), ("model",), mesh=object(), rules={1})
+    flaxckpt.save(tmp_path / "c", {"state": made, "boxed": boxed})
+    found = flaxckpt.load(tmp_path / "c")
+    assert found["state"].tx is None
+    assert found["boxed"].names == ("model",)
+    assert not caplog.records
