@@ -158,7 +158,9 @@ class _Places:
         state = None if role is None else place_of_state(info)
         if role is None or state is None:
             return None
-        if role.field in _state.optimizer_roles.NAMED_VALUES:
+        is_named = role.field in _state.optimizer_roles.NAMED_VALUES
+        # `measurements` are empty before the first update; hyperparameters never are.
+        if is_named and (role.field == "hyperparams" or place.kind != "empty"):
             return None
         if self._class_at(state) == role.state_class:
             is_masked = isinstance(place.node, _state.tree.Node) and (

@@ -432,3 +432,23 @@ def test_does_not_warn_about_number_kept_by_restart(tmp_path, caplog, begin, lat
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert resume(ckpt, {"best": begin})["best"] == later
     assert not caplog.records
+
+
+def test_resume_fills_measurements_that_the_first_update_adds(tmp_path):
+    tx = optax.chain(ADAM, optax.monitor({"norm": optax.tree.norm}))
+    begin = {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+    _, moments = tx.update(PARAMS, begin["opt_state"], PARAMS)
+    whole = begin | {"opt_state": moments}
+    with saved(tmp_path, whole) as ckpt:
+        check_same(resume(ckpt, begin), whole)
+
+
+def test_hyperparameters_that_the_optimizer_no_longer_has_stay_out(tmp_path):
+    def state_of(**options):
+        tx = optax.inject_hyperparams(optax.adam, **options)(1e-3, b1=0.9, b2=0.99)
+        return {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+
+    begin = state_of(static_args=("learning_rate", "b1", "b2", "eps", "eps_root"))
+    assert not begin["opt_state"].hyperparams
+    with saved(tmp_path, state_of()) as ckpt:
+        assert not resume(ckpt, begin)["opt_state"].hyperparams
