@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -468,6 +469,8 @@ class Restore:
         counter.total = self._planned.bytes_here
         if abstract_state is not None:
             _warn_of_differences(self._planned, self._recipe, options)
+            if options.purpose == "resume":
+                _warn_of_static_fields(stored, self._recipe)
         self._reading = _read_options(self._planned.path, options, counter.add)
         self._values: dict[LeafPath, Any] = {}
 
@@ -722,6 +725,35 @@ def _warn_of_differences(
         _warn(planned.path, "converted to the types of the state", names)
     if fresh:
         _warn(planned.path, "not restored, but initialized", fresh)
+
+
+def _warn_of_static_fields(stored: Stored, recipe: planner.Recipe) -> None:
+    """Logs a warning about static fields with other values in the step to resume."""
+    assert recipe.flat is not None
+    saved = dict(_list_static(stored.structure))
+    rows = [
+        f"{field}: {value} in the step, {now} in the state"
+        for field, now in _list_static(recipe.flat.structure)
+        if (value := saved.get(field, now)) != now
+    ]
+    if rows:
+        _log.warning(
+            "%s of %s %s, which keeps its own:\n%s\nA value that training changes must"
+            " be a leaf: a number, or an array.",
+            _util.humanize.count(len(rows), "static field"),
+            stored.metadata.path,
+            "differ from the state" if len(rows) > 1 else "differs from the state",
+            errors.rows(rows),
+        )
+
+
+def _list_static(
+    structure: _state.tree.Node | LeafPath,
+) -> Iterator[tuple[LeafPath, str]]:
+    """Yields the path and the JSON of each static field of classes, not of boxes."""
+    for keys, node in _state.tree.containers(structure):
+        for name, value in () if node.is_box else node.static.items():
+            yield f"{_state.tree.join(keys)}/{name}".lstrip("/"), json.dumps(value)
 
 
 def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:

@@ -452,3 +452,26 @@ def test_hyperparameters_that_the_optimizer_no_longer_has_stay_out(tmp_path):
     assert not begin["opt_state"].hyperparams
     with saved(tmp_path, state_of()) as ckpt:
         assert not resume(ckpt, begin)["opt_state"].hyperparams
+
+
+@struct.dataclass
+class Phased:
+    w: Any
+    phase: str = struct.field(pytree_node=False, default="warm")
+    sizes: tuple = struct.field(pytree_node=False, default=(1, 2))
+
+
+def test_resume_warns_about_static_fields_that_training_changed(tmp_path, caplog):
+    state = {"a": Phased(W), "b": Phased(W), "m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}
+    later = state | {"a": Phased(W, phase="cold", sizes=(1, 3))}
+    with saved(tmp_path, later) as ckpt:
+        assert resume(ckpt, state)["a"].phase == "warm"
+        [told] = [record.getMessage() for record in caplog.records]
+        assert 'a/phase: "cold" in the step, "warm" in the state' in told
+        assert "a/sizes: [1, 3] in the step, [1, 2] in the state" in told
+        assert "2 static fields" in told
+        assert "b/" not in told
+        caplog.clear()
+        resume(ckpt, later)
+        ckpt.restore(state)  # perhaps for another purpose
+    assert not caplog.records
