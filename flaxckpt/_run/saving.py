@@ -66,6 +66,8 @@ class Saves:
         self._handle_step: int | None = None
         self._last_arrays: _arrays.written.Previous | None = None  # by our last save
         self._own_steps: set[int] = set()
+        self._begun: int | None = None  # the restored step, until a warning
+        self._saved_since: set[int] = set()
         self._has_tried_undoing = False  # its transforms, as a test
 
     def request(self, step: int, **fields: Any) -> SaveRequest:
@@ -234,6 +236,7 @@ class Saves:
         )
         if request.is_part and not _util.job.is_first():
             self._run.follow(deleted, left)
+        self._warn_of_newer(step, left)
         total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -249,6 +252,24 @@ class Saves:
         return SaveResult(
             step, str(final), written, blocked, total, tuple(deleted), tier=tier
         )
+
+    def _warn_of_newer(self, step: int, left: Sequence[int]) -> None:
+        """Warns, once, if the run has gone back: a resume would not find this save."""
+        self._saved_since.add(step)
+        newest = max(set(left) - self._saved_since, default=0)
+        if self._begun is None or not self._begun < step < newest:
+            return
+        _log.warning(
+            "step %d of %s is saved, which continues step %d; but a resume continues"
+            " the newest, step %d: delete the steps after %d with"
+            " checkpointer.delete(step), or save in another directory",
+            step,
+            self._run.directory,
+            self._begun,
+            newest,
+            self._begun,
+        )
+        self._begun = None
 
     def _record_statistics(self, snapshot: _checkpoint.commit.Snapshot) -> None:
         """Records the statistics of the leaves, if sampled; logs failures."""
@@ -455,6 +476,7 @@ class Saves:
     def add_own(self, step: int) -> None:
         """Counts a restored step as an own step."""
         self._own_steps.add(step)
+        self._begun, self._saved_since = step, set()
         if self._run.part_tier is not None:
             self._run.part_tier.forget(step)
 

@@ -940,3 +940,28 @@ def test_error_for_existing_step_suggests_skip(run_dir):
         with pytest.raises(errors.CheckpointExistsError, match=r"'skip' to keep"):
             ckpt.save(1, state(1))
         assert ckpt.save(1, state(1), on_exists="skip").wait().skipped
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_save_after_an_older_step_warns_that_a_resume_continues_the_newest(
+    run_dir, caplog, is_new
+):
+    ckpt = flaxckpt.Checkpointer(run_dir, keep=[LatestN(2)])
+    for step in (10, 20, 30):
+        ckpt.save(step, state(step)).wait()
+    if is_new:
+        ckpt.close()
+        ckpt = flaxckpt.Checkpointer(run_dir, keep=[LatestN(2)])
+    with ckpt:
+        ckpt.restore(state(0), step=20)
+        for step in (25, 26):
+            ckpt.save(step, state(step)).wait()
+        [told] = [record.getMessage() for record in caplog.records]
+        assert "step 25 of" in told
+        assert "continues the newest, step 30: delete the steps after 20" in told
+        ckpt.delete(30)
+        caplog.clear()
+        ckpt.restore(state(0), step=26)
+        ckpt.save(40, state(40)).wait()
+        ckpt.save(35, state(35)).wait()  # both are of this training
+    assert not caplog.records
