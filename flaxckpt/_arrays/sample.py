@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
+import operator
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +22,11 @@ SHARE = 0.02
 """Fraction of the time of a save that samples may take."""
 
 MAX_LEAVES = 512
-"""The largest arrays of a state are sampled; fewer if the save is short."""
+"""So many arrays of a state are sampled; fewer if the save is short."""
 
 _MIN_LEAVES = 64
+_DEEPEST = 5
+"""Further keys of a name tell no layers apart: each costs time at every save."""
 
 _SECS_PER_VALUE = 1e-7
 """First guess of the time for a value; later, the time that was measured."""
@@ -55,9 +61,8 @@ class Sampler:
 
     def choose(self, arrays: Iterable[HostArray]) -> None:
         """Chooses the arrays to sample; call once, with all arrays of the save."""
-        usable = [array for array in arrays if array.nbytes and _is_number(array)]
-        largest = sorted(usable, key=lambda array: -array.nbytes)[:MAX_LEAVES]
-        self._names = [array.name for array in largest]
+        sizes = {a.name: a.nbytes for a in arrays if a.nbytes and _is_number(a)}
+        self._names = _rank(tuple(sizes.items()))[:MAX_LEAVES]
         self._began = self._clock()
 
     def add(self, arrays: Iterable[HostArray], prefix: str = "") -> None:
@@ -91,6 +96,32 @@ class Sampler:
     def result(self, paths: Mapping[str, str]) -> dict[str, LeafSample]:
         """Returns the samples by leaf path; `paths` has that of each array's name."""
         return {paths[name]: sample for name, sample in self._samples.items()}
+
+
+@functools.lru_cache(maxsize=4)  # the saves of a run have the same arrays
+def _rank(sizes: Sequence[tuple[str, int]]) -> list[str]:
+    """Returns the names of arrays, given with their sizes, those to sample first.
+
+    The layers of a model take turns, and in each turn the parts of a layer, so that the
+    first arrays are of all layers, however small; the largest array of each comes
+    first. The optimizer is last: its moments are as many as the parameters.
+    """
+    largest = sorted(sizes, key=lambda each: -each[1])
+    ranked = [(name, re.split("[./]", name)[:_DEEPEST]) for name, _ in largest]
+    for depth in range(_DEEPEST, 0, -1):  # the arrays of the innermost layers first
+        seen: collections.Counter[tuple[str, ...]] = collections.Counter()
+        turns = []
+        for each in ranked:
+            layer = tuple(each[1][:depth])
+            turns.append((seen[layer], each))
+            seen[layer] += 1
+        turns.sort(key=operator.itemgetter(0))
+        ranked = [each for _, each in turns]
+    ranked.sort(key=lambda each: not _OPTIMIZER.isdisjoint(each[1]))
+    return [name for name, _ in ranked]
+
+
+_OPTIMIZER = _state.optimizer_roles.NAMES
 
 
 def _is_number(array: HostArray) -> bool:

@@ -111,6 +111,40 @@ def test_samples_only_largest_arrays():
     assert long.keys() == {str(n) for n in range(89, 601)}
 
 
+def transformer(blocks, parts):
+    """Yields the arrays of a state; the norms of a block are small, as usual."""
+    sizes = {"embed.table": 50_000, "norm.scale": 8, "head.kernel": 40_000}
+    for block in range(blocks):
+        for part in parts:
+            small = "norm" in part
+            sizes[f"block_{block}.{part}.kernel"] = 8 if small else 9_000 + block
+            sizes[f"block_{block}.{part}.bias"] = 4 if small else 300
+    for top in ("params", "opt_state.0.mu", "opt_state.0.nu"):
+        for name, size in sizes.items():
+            yield host(f"state/{top}.{name}", np.ones(size, np.float32))
+    yield host("state/step", np.ones(1, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts", "depth"),
+    [(50, ["attn", "mlp", "norm_1", "norm_2"], 1), (20, ["a", "b", "norm"], 2)],
+)
+def test_short_save_samples_every_layer(blocks, parts, depth):
+    arrays = [*transformer(blocks, parts)]
+
+    def layers(names):
+        keys = [name.split(".")[1 : 1 + depth] for name in names if "params" in name]
+        return {tuple(each) for each in keys}
+
+    names = sampled(*arrays).keys()
+    assert len(names) == 64
+    assert not any("opt_state" in name for name in names)
+    assert layers(names) == layers([array.name for array in arrays])
+    assert {f"state/params.{top}" for top in ("embed.table", "head.kernel")} <= names
+    now = iter([0.0, 0.0, 100.0, 100.1])
+    assert len(sampled(*arrays, clock=lambda: next(now))) == min(len(arrays), 512)
+
+
 def test_samples_cover_all_columns():
     values = np.zeros((4096, 512), np.float32)
     values[:, 256:] = 100
