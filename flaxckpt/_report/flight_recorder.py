@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from flaxckpt import errors
 from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
+from flaxckpt._util import humanize
 
 # ---- the verdict ------------------------------------------------------------------
 
@@ -126,7 +127,10 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
     if (jump := find_jump(group_layers(report))) is not None:
-        text += f"; {_name(jump[0])} jumped first, at {jump[1]:,}"
+        count, at = len(jump.names), f"{jump.step:,}"
+        several = f"; {count:,} layers became non-finite at once, at {at}"
+        one = f"; {_name(jump.names[0])} jumped first, at {at}"
+        text += several if count > 1 else one
     return text
 
 
@@ -138,21 +142,22 @@ def _describe_damage(report: Report) -> list[str]:
     what = "damaged" if "damaged" in faults.values() else "unreadable"
     if not report.is_run:
         return [f"the checkpoint is {what}"]
-    count = {1: "one", 2: "two", 3: "three"}.get(len(faults), f"{len(faults):,}")
-    steps = "step" if len(faults) == 1 else "steps"
+    named = errors.first_few([f"{n:,}" for n in faults if n is not None], 5)
+    count = {2: "two", 3: "three"}.get(len(faults), f"{len(faults):,}")
+    text = f"{count} {what} steps ({named})"
+    text = f"step {named} is {what}" if len(faults) == 1 else text
     newest = "no step is good"
     if good:
         states = {check.step: check.state for check in report.integrity}
         state = states.get(good[-1].step, "unknown")
         newest = _NEWEST[state].format(f"{good[-1].step:,}")
-    named = errors.first_few([f"{n:,}" for n in faults if n is not None], 5)
-    return [f"{count} {what} {steps}, {newest} ({what}: {named})"]
+    return [f"{text}, {newest}"]
 
 
 _NEWEST = {
     "verified": "newest good {}",
-    "whole": "newest other {}: files complete, not read",
-    "unknown": "newest other {}: not looked at",
+    "whole": "newest other {} (files complete, not read)",
+    "unknown": "newest other {} (not looked at)",
 }
 """What is known of the newest step that is not known to be damaged."""
 
@@ -259,19 +264,28 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
     return changes
 
 
-def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> tuple[str, int] | None:
-    """Returns the layer or leaf whose norm first more than doubled, and the step.
+class Jump(NamedTuple):
+    """The layers or leaves whose norms first more than doubled, at `step`.
 
-    Of several, the one that changed most; None without such a group of leaves.
+    Of several at one step, the one that changed most; all that became non-finite, as
+    none of them is known to be the first.
     """
+
+    names: Sequence[str]
+    step: int
+
+
+def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> Jump | None:
+    """Returns the first jump of groups of leaves, by name; None without any."""
     jumps = [
         (step, -change, name)
         for name, leaves in groups.items()
         for step, change in find_changes(leaves).items()
         if change > 1.0
     ]
-    step, _, name = min(jumps, default=(0, 0.0, ""))
-    return (name, step) if jumps else None
+    first = min(jumps, default=(0, 0.0, ""))
+    names = [name for *jump, name in jumps if (*jump,) == first[:2]]
+    return Jump(names, first[0]) if jumps else None
 
 
 def choose_leaf(report: Report) -> tuple[str, str] | None:
@@ -288,13 +302,16 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     if lost:
         at = min(lost.values())
         first = {leaf.path: [leaf] for leaf in known if lost.get(leaf.path) == at}
-        path, jumped = find_jump(first) or (next(iter(first)), at)
-        why = f"jumped at step {jumped:,}, and " if jumped < at else ""
-        before = ", before the others" if len(first) < len(known) else ""
-        return path, f"{why}became non-finite at step {at:,}{before}"
-    jump = find_jump({leaf.path: [leaf] for leaf in known})
-    if jump is not None and find_divergence(report) is not None:
-        return jump[0], f"jumped first, at step {jump[1]:,}"
+        jump = find_jump(first) or Jump([*first], at)
+        why = f"jumped at step {jump.step:,}, and " if jump.step < at else ""
+        others = ", before the others" if len(first) < len(known) else ""
+        if not why and len(first) > 1:
+            count = humanize.count(len(first) - 1, "other leaf", "other leaves")
+            others = f", as did {count}{others}"
+        return jump.names[0], f"{why}became non-finite at step {at:,}{others}"
+    jumped = find_jump({leaf.path: [leaf] for leaf in known})
+    if jumped is not None and find_divergence(report) is not None:
+        return jumped.names[0], f"jumped first, at step {jumped.step:,}"
     changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
     most = max(changes, key=changes.__getitem__, default=None)
     return None if most is None else (most, "changed most at the last save")

@@ -102,10 +102,7 @@ def test_damaged_newest_step_does_not_hide_sizes_and_changes(tmp_path):
     assert (found.change.step_a, found.change.step_b) == (60, 70)
     assert [c.step for c in found.integrity if c.is_bad] == [80]
     page = _report.page(found)
-    assert (
-        "One damaged step, newest other 70: files complete, not read (damaged: 80)"
-        in page
-    )
+    assert "Step 80 is damaged, newest other 70 (files complete, not read)" in page
     assert {s.step for s in found.steps} == LASTS
 
 

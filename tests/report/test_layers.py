@@ -95,7 +95,7 @@ def test_layers_match_model_in_any_state(tmp_path, states, layers, jumped):
     layer, leaf = jumped
     assert sorted(charts_of(_report.page(found))["layers"]["names"]) == layers
     groups = _report.flight_recorder.group_layers(found)
-    assert _report.flight_recorder.find_jump(groups) == (layer, 2)
+    assert _report.flight_recorder.find_jump(groups) == ([layer], 2)
     notable = (leaf, "changed most at the last save")
     assert _report.flight_recorder.choose_leaf(found) == notable
 
@@ -111,6 +111,20 @@ def test_leaf_unsampled_by_short_save_counts_as_unchanged():
     changes = _report.flight_recorder.find_changes([scale, bias])
     assert changes.keys() == {2, 3, 4}
     assert max(changes.values()) < 0.05
+
+
+def test_no_layer_is_first_of_those_that_become_non_finite_at_once(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step, value in enumerate((1.0, 1.01, jnp.nan), start=1):
+            layers = {name: {"w": jnp.full(4, value)} for name in "abc"}
+            on_step(step, {"params": layers}, metrics={"loss": value})
+    found = _report.gather(tmp_path / "run", _report.ReportOptions())
+    text = _report.flight_recorder.judge(found).text
+    assert "3 layers became non-finite at once, at 3" in text
+    assert "jumped first" not in text
 
 
 def test_counters_alone_are_no_heat_map(tmp_path):

@@ -949,10 +949,10 @@ def test_verdict_on_healthy_run_names_best_step(run, tmp_path):
 def test_verdict_names_damaged_steps_and_newest_good_one(run):
     damage(run / "70")
     damage(run / "80")
-    text = "Two damaged steps, newest {} (damaged: 70, 80)"
+    text = "Two damaged steps (70, 80), newest {}"
     known = {
         "good 60": gather(run, verify=True),
-        "other 60: files complete, not read": gather(run),
+        "other 60 (files complete, not read)": gather(run),
     }
     for newest, found in known.items():
         assert verdict(found).text.startswith(text.format(newest))
@@ -961,7 +961,7 @@ def test_verdict_names_damaged_steps_and_newest_good_one(run):
         for check in found.integrity
     ]
     found = dataclasses.replace(found, integrity=tuple(unseen))
-    assert verdict(found).text.startswith(text.format("other 60: not looked at"))
+    assert verdict(found).text.startswith(text.format("other 60 (not looked at)"))
     assert verdict(gather(run / "80")).text == "The checkpoint is damaged."
 
 

@@ -270,6 +270,27 @@ def test_log_axis_and_smoothing_redraw_curve(show, report):  # noqa: F811
     assert opened.messages == []
 
 
+def test_widely_spread_values_start_on_log_axis(show, tmp_path):  # noqa: F811
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in range(1, 9):
+            metrics = {"loss": 4000 / 50**step + 1, "score": 1 / step}
+            run.save(step, {"w": np.ones(2)}, metrics=metrics)
+    opened = show(_report.gather(tmp_path / "run", _report.ReportOptions()))
+    buttons = "[data-action=log-axis]"
+    pressed = opened.page.locator(buttons).all()
+    states = {button.get_attribute("aria-pressed") for button in pressed}
+    assert states == {"false"}, "80 times the median is not wide"
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        run.save(9, {"w": np.ones(2)}, metrics={"loss": 5000, "score": 1 / 9})
+    opened = show(_report.gather(tmp_path / "run", _report.ReportOptions()))
+    log = opened.page.locator(buttons).first
+    assert log.get_attribute("aria-pressed") == "true"
+    wide = pixels(opened, "[data-metric=loss] canvas")
+    log.click()
+    assert log.get_attribute("aria-pressed") == "false"
+    assert pixels(opened, "[data-metric=loss] canvas") != wide
+
+
 def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
     opened = show(report)
     opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])

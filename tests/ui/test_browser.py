@@ -479,7 +479,7 @@ def test_verifies_run_and_shows_its_damage(visit, runs, tmp_path):
     page.wait_for_selector("#steps tr.bad[data-step='70']")
     assert "1 damaged" in page.text_content("[data-card=integrity]")
     assert "step 70 damaged" in page.text_content("figure[data-metric='eval/loss']")
-    assert "One damaged step, newest good 80" in page.text_content(".verdict")
+    assert "Step 70 is damaged, newest good 80" in page.text_content(".verdict")
     picture(page, tmp_path, "damaged")
     assert opened.is_quiet, opened.messages
 

@@ -130,7 +130,7 @@ def test_groups_and_finds_runs_by_tags(opened):
     page = opened.page
     row = page.locator("tr[data-run='sgd-1']")
     expect(row.locator("td")).to_contain_text(["sgd", "0.1"])
-    assert titles(opened)[1:3] == ["optimizer", "lr"]
+    assert titles(opened)[1:4] == ["best loss", "optimizer", "lr"]
     page.select_option("select[name=group]", label="lr")
     captions = page.locator("#all-runs caption")
     expect(captions.nth(3)).to_contain_text("lr=0.3: By the best loss")

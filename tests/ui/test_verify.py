@@ -96,9 +96,7 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
         assert f'data-place="{truth.places.get(name, name)}"' in shown
         assert why in shown
     assert f"1 file is at fault; {truth.summary}</summary>" in shown
-    assert "One damaged step, newest good 3 (damaged: 2)" in ask(
-        overview.page, space, run="run"
-    )
+    assert "Step 2 is damaged, newest good 3" in ask(overview.page, space, run="run")
 
 
 def test_reports_unreadable_manifest_as_damage(run, open_page):

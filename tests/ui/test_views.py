@@ -153,7 +153,12 @@ def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
     [
         ([1, 1.1, 1.2], [1, 1.1, 1.9], [1, 1, 1], "b changed most at the last save."),
         ([1, 1.1, 1.2], [1, 3, 3], [1, 1, nan], "b jumped first, at step 2."),
-        ([1, 1, nan], [1, 2, inf], [1, 1, nan], "a became non-finite at step 3."),
+        (
+            [1, 1, nan],
+            [1, 2, inf],
+            [1, 1, nan],
+            "a became non-finite at step 3, as did 1 other leaf.",
+        ),
         (
             [1, nan, nan],
             [1, 9, nan],

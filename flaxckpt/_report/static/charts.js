@@ -5,7 +5,7 @@
 // what the reader has set stays.
 "use strict";
 (() => {
-  const PALETTE = 8;
+  const PALETTE = 12;
   const LEFT = 62; // the axis of values; all pictures over steps begin here
   const RIGHT = 18;
   const FONT = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
@@ -43,12 +43,13 @@
 
   const number = (value) => (value === null ? "not finite" : String(value));
   const whole = (value) => Math.round(value).toLocaleString("en");
+  const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
   function create(tag, given = {}, ...children) {
     const made = document.createElement(tag);
     for (const [name, value] of Object.entries(given)) {
       if (name in made) made[name] = value;
-      else if (value !== null) made.setAttribute(name, value);
+      else made.setAttribute(name, value);
     }
     made.append(...children);
     return made;
@@ -56,7 +57,7 @@
 
   // ---- what the reader has set --------------------------------------------------------
 
-  const view = { range: null, smooth: 0, log: new Set(), hidden: new Set(), open: new Set() };
+  const view = { range: null, smooth: 0, log: new Map(), hidden: new Set(), open: new Set() };
   let data = null; // of the page
   let saved = []; // all its steps, ascending
   let extent = [0, 1]; // the first and the last step
@@ -67,7 +68,7 @@
 
   // The place in `saved` of the step nearest to a place between steps.
   function nearest(place) {
-    const at = Math.min(Math.max(place, extent[0]), extent[1]);
+    const at = clamp(place, ...extent);
     return saved.reduce((best, step, n) => (
       Math.abs(step - at) < Math.abs(saved[best] - at) ? n : best), 0);
   }
@@ -177,6 +178,11 @@
     found_good: ["△", "link", "found good"], diverged: ["‼", "bad", "not finite from here on"],
   };
 
+  // Where a key leads from one of so many places; NaN for other keys.
+  const moved = (key, at, count) => clamp(
+    { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: count - 1 }[key] ?? NaN, 0, count - 1,
+  );
+
   // What became of a step: of a deleted one also why.
   function fateOf(step, state) {
     const why = state === "d" && (data.steps?.why[step] ?? data.steps?.why[""]);
@@ -205,8 +211,7 @@
       this.facts = create("span", { className: "facts" });
       this.log = create("button", {
         type: "button", textContent: "log", "data-action": "log-axis",
-        "aria-pressed": String(view.log.has(name)), title: "Logarithmic axis",
-        onclick: () => this.toggleLog(),
+        title: "Logarithmic axis", onclick: () => this.toggleLog(),
       });
       const reading = create("span", { className: "reading" }, this.facts, this.output);
       const caption = create(
@@ -218,17 +223,20 @@
     }
 
     toggleLog() {
-      if (!view.log.delete(this.name)) view.log.add(this.name);
-      this.log.setAttribute("aria-pressed", view.log.has(this.name));
-      this.build();
+      view.log.set(this.name, !this.isLog);
+      this.update(this.lines, this.facts.textContent);
     }
 
     update(lines, facts = "") {
       this.lines = lines;
       this.facts.textContent = facts;
-      const all = lines.flatMap((line) => line.y).filter((value) => value !== null);
-      this.log.hidden = !all.every((value) => value > 0) || all.length < 2;
-      if (this.log.hidden) view.log.delete(this.name);
+      const all = lines.flatMap((line) => line.y).filter((value) => value !== null)
+        .sort((a, b) => a - b);
+      this.log.hidden = !(all[0] > 0) || all.length < 2;
+      // A few large values would hide how the others differ.
+      const isWide = all.at(-1) > 100 * all[all.length >> 1];
+      this.isLog = !this.log.hidden && (view.log.get(this.name) ?? isWide);
+      this.log.setAttribute("aria-pressed", this.isLog);
       this.build();
     }
 
@@ -259,7 +267,6 @@
       if (!this.place.isConnected || this.place.clientWidth === 0) return;
       const grid = { stroke: colourOf("faint"), width: 1 };
       const axis = { stroke: colourOf("soft"), font: FONT, grid, ticks: { ...grid, size: 4 } };
-      const isLog = view.log.has(this.name);
       this.plot?.destroy();
       this.plot = new uPlot({
         width: this.place.clientWidth,
@@ -277,7 +284,7 @@
         },
         scales: {
           x: { time: false, range: () => shownRange() },
-          y: { distr: isLog ? 3 : 1 },
+          y: { distr: this.isLog ? 3 : 1 },
         },
         axes: [
           { ...axis, size: 26, gap: 4, values: (_, at) => shortSteps(at) },
@@ -369,7 +376,7 @@
       if (!there.length) return;
       showStep(steps[index]);
       const at = there.indexOf(this.picked) + by;
-      this.picked = there[Math.min(Math.max(at, 0), there.length - 1)];
+      this.picked = there[clamp(at, 0, there.length - 1)];
       const { left, top } = this.plot.over.getBoundingClientRect();
       const text = `${this.picked.name}, step ${whole(steps[index])}: ${valueOf(this.picked)}\nEnter opens it`;
       window.components.showTip(
@@ -383,11 +390,9 @@
       const [first, last] = shownRange();
       const inside = [...steps.keys()].filter((n) => isShown(steps[n]));
       const at = inside.indexOf(this.plot.cursor.idx ?? -1);
-      const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: inside.length - 1 };
-      if (event.key in moves) {
-        const next = inside[Math.min(Math.max(moves[event.key], 0), inside.length - 1)];
-        showStep(steps[next]);
-      } else if (event.key === "+" || event.key === "-") {
+      const next = inside[moved(event.key, at, inside.length)];
+      if (next !== undefined) showStep(steps[next]);
+      else if (event.key === "+" || event.key === "-") {
         const middle = steps[this.plot.cursor.idx] ?? (first + last) / 2;
         const half = (last - first) * (event.key === "+" ? 0.25 : 1);
         setRange([middle - half, middle + half]);
@@ -540,7 +545,7 @@
 
     // Returns where the steps begin: after names of so many letters.
     left(width) {
-      return Math.max(LEFT, Math.min(7 * (this.letters ?? 0), Math.max(150, width / 3)));
+      return clamp(7 * (this.letters ?? 0), LEFT, Math.max(150, width / 3));
     }
 
     // Returns a function from a step to a place, for a range of steps.
@@ -553,8 +558,7 @@
     stepAt(x, [first, last]) {
       const width = this.canvas.clientWidth;
       const left = this.left(width);
-      const part = (x - left) / (width - left - RIGHT);
-      return first + Math.min(Math.max(part, 0), 1) * (last - first);
+      return first + clamp((x - left) / (width - left - RIGHT), 0, 1) * (last - first);
     }
   }
 
@@ -665,10 +669,9 @@
     move(event) {
       const marks = this.marks.sort((a, b) => a[2] - b[2] || a[1] - b[1]);
       const at = marks.findIndex((mark) => mark[3] === this.canvas.dataset.tip);
-      const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: marks.length - 1 };
+      const mark = marks[moved(event.key, at, marks.length)];
       if (event.key === "Enter" && this.at !== undefined) chooseStep(this.at);
-      else if (event.key in moves && marks.length) {
-        const mark = marks[Math.min(Math.max(moves[event.key], 0), marks.length - 1)];
+      else if (mark) {
         const { left, top } = this.canvas.getBoundingClientRect();
         this.show(mark);
         this.canvas.setAttribute("aria-valuetext", mark[3]);
@@ -706,7 +709,7 @@
       const part = Math.max(1, Math.round((to - from) / 4));
       const by = { ArrowLeft: -part, ArrowRight: part }[event.key];
       if (by !== undefined && view.range) {
-        const start = Math.min(Math.max(from + by, 0), end - (to - from));
+        const start = clamp(from + by, 0, end - (to - from));
         setRange([saved[start], saved[start + to - from]]);
       } else if (event.key === "+" && to - from > 2) setRange([saved[from + part], saved[to - part]]);
       else if (event.key === "-") {
