@@ -116,16 +116,17 @@ def print_line(text: str = "") -> None:
     print(errors.printable(text))
 
 
-def wrap(text: str, indent: str = "") -> list[str]:
+def wrap(text: str, indent: str | None = None) -> list[str]:
     """Returns the lines of a paragraph, broken between words on a terminal.
 
     A word that is longer than a line stays whole. Each further line begins with
-    `indent`.
+    `indent`, by default as the first.
     """
     text = errors.printable(text)
     if not is_terminal():
         return [text]
-    return _wrap(text, indent)
+    spaces = text[: len(text) - len(text.lstrip(" "))]
+    return _wrap(text, spaces if indent is None else indent)
 
 
 def wrap_errors(text: str) -> list[str]:
@@ -152,7 +153,7 @@ def count_rows(lines: Sequence[str]) -> int:
     return sum(max(1, -(-_width(click.unstyle(line)) // width)) for line in lines)
 
 
-def print_paragraph(text: str, indent: str = "") -> None:
+def print_paragraph(text: str, indent: str | None = None) -> None:
     """Prints a paragraph; see `wrap`."""
     print("\n".join(wrap(text, indent)))
 
@@ -308,6 +309,12 @@ def format_spec(info: LeafInfo) -> str | None:
     if info.mesh_axes is None:
         return None
     return f"P({', '.join(map(repr, info.mesh_axes))})"
+
+
+def shorten_name(name: str, most: int = 24) -> str:
+    """Returns a name, with an ellipsis in the middle if it is long."""
+    half = most // 2
+    return name if len(name) <= most else f"{name[: half - 1]}…{name[-half:]}"
 
 
 def shorten_path(path: str) -> str:

@@ -24,6 +24,7 @@ _COLUMNS = (
     TextColumn("damaged"),
     TextColumn("size", is_number=True),
 )
+_BEST = 4
 _MOST_DAMAGED = 3
 
 
@@ -88,7 +89,11 @@ def show(
     if json:
         _output.print_document({"path": path, "runs": runs})
     else:
-        _output.print_table(_COLUMNS, [_row(run) for run in runs])
+        columns, metrics = [*_COLUMNS], {metric for run in runs for metric in run.best}
+        [metric] = metrics if len(metrics) == 1 else [""]
+        if metric:
+            columns[_BEST] = TextColumn(f"best {_output.shorten_name(metric)}")
+        _output.print_table(columns, [_row(run, metric) for run in runs])
         for run in runs:
             if run.error:
                 _output.print_paragraph(f"{run.name} cannot be listed: {run.error}")
@@ -136,8 +141,13 @@ def _find_best(listing: Listing) -> dict[str, _Best]:
     }
 
 
-def _row(run: _Run) -> list[str | Cell]:
-    best = [f"{m} {_output.number(b.value)} at {b.step}" for m, b in run.best.items()]
+def _row(run: _Run, metric: str) -> list[str | Cell]:
+    """Returns the cells of a run; `metric` is the only one, whose name is above."""
+    best = [
+        f"{'' if name == metric else f'{_output.shorten_name(name)} '}"
+        f"{_output.number(found.value)} at {found.step}"
+        for name, found in run.best.items()
+    ]
     damaged = errors.first_few(
         ["yes" if step is None else str(step) for step in run.damaged], _MOST_DAMAGED
     )

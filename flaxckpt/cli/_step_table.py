@@ -20,8 +20,6 @@ _MOST_METRICS = 12
 _GAP = 2
 _TO_BE_DELETED = "to be deleted"
 
-_LONGEST_NAME = 24
-
 _SAME_AS_MARKS = ("newest", "temporary", "pinned", "no policy", "being read by")
 """Beginnings of reasons that the marks of a step tell."""
 
@@ -101,15 +99,7 @@ def _metric_column(name: str, listing: Listing, steps: Sequence[Step]) -> _Colum
         Cell(text, _BEST if step.step == best else "")
         for text, step in zip(texts, steps, strict=True)
     ]
-    return _Column(TextColumn(_shorten_name(name), is_number=True), cells)
-
-
-def _shorten_name(name: str) -> str:
-    """Returns a name, with an ellipsis in the middle if it is long."""
-    if len(name) <= _LONGEST_NAME:
-        return name
-    half = _LONGEST_NAME // 2
-    return f"{name[: half - 1]}…{name[-half:]}"
+    return _Column(TextColumn(_output.shorten_name(name), is_number=True), cells)
 
 
 def _marks_column(listing: Listing, steps: Sequence[Step], *, has_all: bool) -> _Column:

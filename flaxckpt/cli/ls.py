@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from flaxckpt import errors
 from flaxckpt.cli import _app, _output, _policies, _run_table, _step_table
-from flaxckpt.cli._parameters import Option
+from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
     from flaxckpt._inspect.listing import Listing, Step
@@ -32,7 +32,13 @@ _LINES_AROUND = 3
 
 @_app.verb
 def ls(
-    path: _app.PathArgument,
+    path: Annotated[
+        str,
+        Argument(
+            metavar="PATH",
+            help="A run directory, a checkpoint, or a directory of runs.",
+        ),
+    ],
     newest: Annotated[
         int | None,
         Option("-n", "--newest", min=1, metavar="N", help="Show the N newest steps."),

@@ -334,7 +334,7 @@ class _Planned(NamedTuple):
         if self.plan.drops:
             changed["drop"] = [*self._given("drop"), *self.plan.drops]
             changed["missing"] = "init"
-            effects.append("begin leaves of other shapes anew")
+            effects.append("initialize leaves of other shapes")
         if not effects:
             return None
         return _Remedy(f"To {' and '.join(effects)}", _app.command_line(**changed))
@@ -410,7 +410,7 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
                 drop=[*planned.plan.drops],
                 missing="init",
             )
-            lines.append(f"To begin leaves of other shapes anew: {command}")
+            lines.append(f"To initialize leaves of other shapes: {command}")
     _output.print_lines("\n".join([*lines, *planned.conclusion()]))
     return _app.SUCCESS if is_whole else _app.FINDING
 

@@ -229,7 +229,8 @@ def _numbers(statistics: LeafStatistics) -> list[tuple[str, Any]]:
         else ", ".join(map(_output.number, statistics.values))
     )
     return [
-        ("elements", f"{statistics.count}, of which {statistics.zeros} are 0"),
+        ("elements", f"{statistics.count:,}"),
+        ("zeros", f"{statistics.zeros:,}"),
         ("not finite", _not_finite(statistics)),
         *(rows if statistics.min is not None else ()),
         ("values", few),
@@ -246,20 +247,13 @@ def _show_histogram(statistics: LeafStatistics) -> None:
     most = max(statistics.histogram, default=0)
     if len(statistics.histogram) < 2:
         return
-    rows: list[list[str | Cell]] = [
-        [
-            _output.number(low),
-            _output.number(high),
-            str(count),
-            Cell("█" * max(bool(count), round(count / most * _BAR)), "cyan"),
-        ]
-        for low, high, count in zip(
-            statistics.edges, statistics.edges[1:], statistics.histogram, strict=False
-        )
-    ]
-    columns = [
-        TextColumn("from", True),
-        TextColumn("to", True),
-        TextColumn("count", True),
-    ]
+    edges = [*map(_output.number, statistics.edges)]
+    bins = zip(edges, edges[1:], map(str, statistics.histogram), strict=False)
+    columns = [TextColumn(title, True) for title in ("from", "to", "count")]
+    rows = [list[str | Cell](each) for each in bins]
+    room = _output.terminal_width() - _output.table_width(columns, rows) - 2
+    longest = min(_BAR, max(1, room)) if _output.is_terminal() else _BAR
+    for row, count in zip(rows, statistics.histogram, strict=True):
+        bar = "█" * max(bool(count), round(count / most * longest))
+        row.append(Cell(bar, "cyan"))
     _output.print_table([*columns, TextColumn("")], rows)

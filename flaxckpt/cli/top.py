@@ -112,11 +112,17 @@ def describe(report: Report, now: float) -> list[str]:
         *[(name, curve(points)) for name, points in _shown(report)],
         ("next", _next_save(report.saves, now)),
     ]
-    rows = [(name, text) for name, text in told if text]
+    rows = [
+        (_output.shorten_name(errors.printable(name)), text)
+        for name, text in told
+        if text
+    ]
     width = max((len(name) for name, _ in rows), default=0)
-    name = errors.printable(_output.shorten_path(report.path))
-    lines = [f"{name}  {sign} {errors.printable(verdict.text)}"]
-    return lines + [f"  {errors.printable(n):{width}}  {text}" for n, text in rows]
+    name = _output.shorten_path(report.path)
+    lines = _output.wrap(f"{name}  {sign} {verdict.text}", "  ")
+    for name, text in rows:
+        lines += _output.wrap(f"  {name:{width}}  {text}", " " * (width + 4))
+    return lines
 
 
 _MOST_METRICS = 3
@@ -215,5 +221,6 @@ def _next_save(saves: Sequence[Save], now: float) -> str:
         return f"{step} in {_ago(wait)}"
     if -wait < max(expected.every_secs, 2 * _POLL_SECS):
         return f"{step} is due"
-    every = _output.secs(expected.every_secs)
+    secs = expected.every_secs
+    every = _ago(secs) if secs >= 60 else _output.secs(secs)
     return f"no save for {_ago(now - expected.last)}, one came every {every} before"

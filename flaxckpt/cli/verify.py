@@ -284,13 +284,13 @@ def _show(report: VerifyReport) -> None:
         parts.append(f"{size} checked in {_output.secs(report.secs)}")
     _output.print_paragraph(f"{name}: {', '.join(parts)}")
     if report.summary:
-        _output.print_paragraph(f"  {report.summary}", "  ")
+        _output.print_paragraph(f"  {report.summary}")
     _show_faults(report)
     if report.unchecked:
         _output.print_line(f"  {len(report.unchecked)} without checksums: only read")
     if report.extra:
         extra = ", ".join(report.extra[:_FAULTS])
-        _output.print_paragraph(f"  not part of the checkpoint: {extra}", "  ")
+        _output.print_paragraph(f"  not part of the checkpoint: {extra}")
 
 
 def _show_faults(report: VerifyReport) -> None:
@@ -303,5 +303,5 @@ def _show_faults(report: VerifyReport) -> None:
     for name, why, style in faults[:_FAULTS]:
         place = errors.printable(report.places.get(name, name))
         print(f"  {_output.style_text(Cell(place, style))}")
-        print("\n".join(_output.wrap(f"    {why}", indent="    ")))
+        print("\n".join(_output.wrap(f"    {why}")))
     _output.print_more(len(faults), _FAULTS, "--json lists them all")

@@ -309,7 +309,7 @@ def test_show_reads_single_leaf(here, command):
     flaxckpt.save("one", {"w": np.array([np.nan, np.inf, 0.0, 1.0, 3.0])})
     lines = command.text("show", "one", "w")
     assert lines[0] == "w: float64[5]"
-    assert "elements    5, of which 1 are 0" in lines
+    assert {"elements    5", "zeros       1"} <= {*lines}
     assert "not finite  1 NaN, 1 infinite" in lines
     assert "values      NaN, inf, 0, 1, 3" in lines
     assert any("█" in line for line in lines)
@@ -762,7 +762,7 @@ def test_plan_suggests_reinitializing_head_of_other_shape(here, command):
     assert command.json(*words)["ok"]
 
 
-BEGIN_ANEW = "To begin leaves of other shapes anew"
+BEGIN_ANEW = "To initialize leaves of other shapes"
 
 
 def test_plan_suggests_as_source_for_state_of_another_run(here, command):

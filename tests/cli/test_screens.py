@@ -65,6 +65,28 @@ def losses(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_paragraphs_and_bars_fit_narrow_terminal(losses, terminal):
+    values = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    flaxckpt.save("normal", {"w": values})
+    shown = terminal(60, "show", "normal", "w")
+    assert max(map(len, shown)) <= 60
+    [start] = [n for n, line in enumerate(shown) if line.split()[:2] == ["from", "to"]]
+    assert sum(map(len, shown[start].split())) == len("fromtocount")
+    bars = [line.split() for line in shown[start + 1 :]]
+    assert all(len(bar) == 4 or bar[2:] == ["0"] for bar in bars), "none is wrapped"
+    best = terminal(60, "explain", "run", 2900, *POLICIES)
+    [first] = [n for n, line in enumerate(best) if line.startswith("  lowest")]
+    assert len(best[first:]) > 1
+    assert all(line.startswith("  ") for line in best[first:])
+    name = "a/very/long/name/" * 30
+    with flaxckpt.Checkpointer("named", keep=[BestN(1, name, "min")]) as run:
+        for step in (1, 2, 3):
+            run.save(step, {"w": np.ones(2)}, metrics={name: 1 / step})
+    lines = terminal(60, "top", "named", "--once")
+    assert max(map(len, lines)) <= 60
+    assert lines[1].startswith("  "), "the verdict is wrapped"
+
+
 # ---- ls ---------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Words for steps, directories of runs, and errors in the words of the command line."""
 
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from flaxckpt.policies import BestN, LatestN
 from tests.helpers.files import largest_file
 
 
-def save(path, losses, keep=()):
+def save(path, losses, keep=(), metric="loss"):
     with flaxckpt.Checkpointer(path, keep=keep) as run:
         for step, loss in losses.items():
             run.save(
-                step, {"w": jnp.full(3, step)}, metrics={"loss": loss, "acc": step}
+                step, {"w": jnp.full(3, step)}, metrics={metric: loss, "acc": step}
             )
 
 
@@ -218,10 +219,21 @@ def test_ls_lists_directory_of_runs(tmp_path, monkeypatch, command):
     save("runs/deep/b", {7: 1.0})
     flaxckpt.save("runs/one", {"w": np.ones(2)})
     header, *rows, last = command.text("ls", "runs")
-    assert header.split() == ["run", "steps", "newest", "saved", "best", "size"]
+    titles = ["run", "steps", "newest", "saved", "best", "loss", "size"]
+    assert header.split() == titles
     assert [row.split()[0] for row in rows] == ["a", "deep/b", "one"]
-    assert "loss 1 at 2" in rows[0]
+    assert "  1 at 2  " in rows[0]
     assert last.startswith("2 runs and 1 checkpoint, ")
+    save("runs/c", {4: 5.0}, [BestN(1, "loss", "max")])
+    long = "x" * 500
+    save("runs/other", {1: 9.0}, [BestN(1, long, "min")], metric=long)
+    header, *rows, _ = command.text("ls", "runs")
+    assert header.split() == [*titles[:5], "size"]
+    assert "  loss 1 at 2  " in rows[0]
+    assert "  loss 5 at 4  " in rows[1]
+    assert max(map(len, rows)) < 120
+    shutil.rmtree("runs/c")
+    shutil.rmtree("runs/other")
     (tmp_path / "runs/a/3/state/d/0.small.0").unlink()
     found = command.json("ls", "runs", code=1)["runs"]
     assert [run["newest"] for run in found] == [2, 7, None]

@@ -82,7 +82,7 @@ def test_draws_curves_with_characters(here, command, values, drawn):
     [
         (3.6, "step 500 in 6 h"),
         (12, "step 500 is due"),
-        (100, "no save for 4 d, one came every 3.6e+04 s before"),
+        (100, "no save for 4 d, one came every 10 h before"),
     ],
 )
 def test_predicts_next_save_from_previous_intervals(here, command, last, said):
