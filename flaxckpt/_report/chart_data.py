@@ -1,6 +1,6 @@
 """The data of the charts: numbers and short texts, which the script of the page draws.
 
-Nothing in them is markup; `templates.to_json` fits them into a page.
+Nothing in them is markup; the filter `tojson` fits them into a page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
         "mode": modes[-1] if modes else None,
         "x": [point.step for point in shown],
         "y": [_number(point.value) for point in shown],
-        "state": "".join(map(_state, shown)),
+        "state": "".join(
+            _letter(p.is_deleted, p.is_bad, p.best == "best", p.stays) for p in shown
+        ),
         "facts": _facts(points, last),
     }
 
@@ -80,11 +82,6 @@ def _facts(points: Sequence[MetricValue], last: MetricValue) -> str:
         steps = "step" if len(bad) == 1 else "steps"
         facts.append(f"{steps} {errors.first_few(bad, 3)} damaged or not readable")
     return ", ".join(facts)
-
-
-def _state(point: MetricValue) -> str:
-    is_best = point.best == "best"
-    return _letter(point.is_deleted, point.is_bad, is_best, point.stays)
 
 
 def _letter(is_deleted: bool, is_bad: bool, is_best: bool, is_kept: bool) -> str:

@@ -15,7 +15,6 @@ from flaxckpt._inspect import best_step
 from flaxckpt._report import chart_data, copies, flight_recorder
 from flaxckpt._report.data import (
     Integrity,
-    LeafHistory,
     MetricValue,
     Report,
     TreeRow,
@@ -131,15 +130,8 @@ def _layers(report: Report) -> Content:
         "count": len(histories),
         "saves": len({step for leaf in histories for step in leaf.norms}),
         "bad": sum(bool(leaf.nonfinite_steps) for leaf in histories),
-        "rows": [_leaf_row(leaf) for leaf in histories[:_MOST_HISTORIES]],
+        "leaves": histories[:_MOST_HISTORIES],
     }
-
-
-def _leaf_row(leaf: LeafHistory) -> Content:
-    first, *_, last = [*leaf.norms.values(), *leaf.norms.values()]
-    growth = last / first if first else math.nan
-    finite = growth if math.isfinite(growth) else None
-    return {"leaf": leaf, "last": last, "growth": finite}
 
 
 def _steps(report: Report, most: int | None) -> Content:

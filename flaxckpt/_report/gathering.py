@@ -232,12 +232,10 @@ def _metrics(
     """
     existing = {step.step: step for step in listing.steps if step.step is not None}
     staying = {n for n, step in existing.items() if step.why}
-    known = {saved.step: saved.metrics for saved in history}
-    known |= {n: step.metrics for n, step in existing.items()}
-    names = dict.fromkeys(itertools.chain.from_iterable(known.values()))
+    names = dict.fromkeys(itertools.chain.from_iterable(s.metrics for s in history))
     series = {}
-    for name in dict.fromkeys(n for n in ranked if n in names) | names:
-        values = {n: known[n][name] for n in sorted(known) if name in known[n]}
+    for name in sorted(names, key=[*ranked, *names].index):
+        values = {s.step: s.metrics[name] for s in history if name in s.metrics}
         deciding = {*map(str, ranked.get(name, ()))}
         kept = [n for n in values.keys() & existing if deciding & {*existing[n].why}]
         if not kept and listing.best.get(name) in values:  # those kept are damaged

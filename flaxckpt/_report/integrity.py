@@ -58,30 +58,29 @@ def check_steps(
 
 
 def _check(step: Step, is_new: bool) -> Integrity:
-    now = time.time()
+    now, path = time.time(), _storage.paths.from_text(step.path)
     if step.damage is not None:
-        marked = _steps.markers.damage_time(_storage.paths.from_text(step.path))
+        marked = _steps.markers.damage_time(path)
         found = now if marked is None else marked
         return Integrity(step.step, "damaged", step.damage, 0, found)
     is_ours = step.format == "flaxckpt"
+    detail = "not checked" if is_ours and not is_new else _NO_LIST
+    unknown = Integrity(step.step, "unknown", detail, 0)
     if not is_new:
-        detail = "not checked" if is_ours else _NO_LIST
-        return Integrity(step.step, "unknown", detail, 0)
-    path = _storage.paths.from_text(step.path)
+        return unknown
     try:
         if is_ours:
             _checkpoint.file_sizes.check(path, step.step)
-        else:  # may be a native checkpoint without its manifest
-            stored = locate.read_step(path, step.step)
-            stored.check_items(stored.metadata.damaged_items)
+            detail = "all files exist, with the recorded sizes"
+            return Integrity(step.step, "whole", detail, 0, now)
+        # may be a native checkpoint without its manifest
+        stored = locate.read_step(path, step.step)
+        stored.check_items(stored.metadata.damaged_items)
     except (errors.CheckpointError, OSError) as error:
         if is_ours or isinstance(error, errors.DamagedCheckpointError | OSError):
             return _of_error(step, error, now)
-        return Integrity(step.step, "unknown", explain(error), 0)
-    if is_ours:
-        detail = "all files exist, with the recorded sizes"
-        return Integrity(step.step, "whole", detail, 0, now)
-    return Integrity(step.step, "unknown", _NO_LIST, 0)
+        return unknown._replace(detail=explain(error))
+    return unknown
 
 
 def _of_error(step: Step, error: Exception, began: float) -> Integrity:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import html as standard_html
-import json
 import math
 import re
 import shlex
@@ -90,7 +88,6 @@ def _environment() -> jinja2.Environment:
             f"{value:.3g}" if math.isfinite(value) else "not finite"
         ),
         "iso": _iso,
-        "json": to_json,
         "leaf": errors.name_leaf,
         "median": statistics.median,
         "number": humanize.number,
@@ -104,14 +101,14 @@ def _environment() -> jinja2.Environment:
         "step_name": _step_name,
         "thousands": "{:,}".format,
         "when": humanize.when,
-        "whole": _keep_whole,
     }
+    compact = {"separators": (",", ":"), "allow_nan": False}
+    environment.policies["json.dumps_kwargs"] = compact
     environment.tests |= {"finite": math.isfinite, "optimizer": copies.is_optimizer}
     environment.globals |= {
         "address": address,
         "count_changes": _count_changes,
         "row": ShownRow,
-        "short": _short,
         "sortable": _sortable,
         "used": _find_used,
     }
@@ -124,10 +121,6 @@ def _make_printable(value: object) -> object:
 
 def _unless_none(form: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda value: "" if value is None else form(value)
-
-
-def _short(value: float) -> ShownCell:
-    return ShownCell(humanize.number(value, 3), value)
 
 
 def _sortable(shown: object, value: float | None) -> ShownCell | str:
@@ -157,11 +150,6 @@ def _attributes(given: Mapping[str, object]) -> html.Markup:
     )
 
 
-def _keep_whole(value: str) -> html.Markup:
-    """Returns a text of many lines, which is not shortened."""
-    return html.Markup(standard_html.escape(value))
-
-
 def _iso(seconds: float) -> str:
     exact = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return exact.isoformat(timespec="seconds")
@@ -171,11 +159,3 @@ def _step_name(path: str | None) -> str:
     """Returns the name of a checkpoint: `step 1,000`, or its last key."""
     name = (path or "").rstrip("/").rpartition("/")[2]
     return f"step {int(name):,}" if name.isascii() and name.isdigit() else name
-
-
-def to_json(value: object) -> html.Markup:
-    """Returns JSON for the text of an element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return html.Markup(text)

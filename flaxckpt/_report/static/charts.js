@@ -82,7 +82,7 @@
     showRange();
     redraw();
     const step = pointed;
-    hideStep(); // the pointer is at another one now, without having moved
+    hideStep(); // the pointer is at another one now
     window.components.hideTip();
     // The curves change their scales in a microtask.
     if (step !== null && isShown(step)) queueMicrotask(() => showStep(step));
@@ -602,7 +602,7 @@
     return key(entries);
   }
 
-  const longestStall = (saves) => saves.blocked.reduce((a, secs) => Math.max(a, secs ?? 0), 0);
+  const longestStall = (saves) => Math.max(0, ...saves.blocked);
 
   class Lanes extends Strip {
     constructor() {
@@ -949,9 +949,8 @@
     if (!isSame) {
       text = source.textContent;
       data = { metrics: [], ...JSON.parse(text) };
-      const wasAll = view.range === null;
       extent = findExtent();
-      if (!wasAll) setRange(view.range);
+      if (view.range) setRange(view.range);
     }
     const places = [...document.querySelectorAll("[data-draw]")];
     if (!isSame || places.some((place) => !place.hasChildNodes())) {

@@ -6,7 +6,6 @@ from flaxckpt import _inspect, errors
 from flaxckpt._report import flight_recorder, gathering, templates
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
-from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 
@@ -19,7 +18,13 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     place = workspace.places.find(query.text("run"))
     others = workspace.targets.checkpoints()
     other = workspace.targets.find(query.text("with") or place.name, others)
-    a, b = _choose_steps(workspace, place, other, query)
+    report, other_report = workspace.report(place), workspace.report(other)
+    a, b = query.number("a"), query.number("b")
+    if other == place:
+        a, b = flight_recorder.choose_pair(report, a, b)
+    else:
+        a = max(report.usable, default=None) if a is None else a
+        b = max(other_report.usable, default=None) if b is None else b
     is_asked = query.number("b") is not None or place != other or None not in (a, b)
     return frame.render(
         "ui/compare.html",
@@ -27,24 +32,12 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         place,
         other=other,
         fields={"run": place.name, "a": a, "b": b, "with": other.name},
-        report=workspace.report(place),
-        other_report=workspace.report(other),
+        report=report,
+        other_report=other_report,
         others=others,
         empty=workspace.targets.without_steps(others),
         is_asked=is_asked,
     )
-
-
-def _choose_steps(
-    workspace: Workspace, place: Location, other: Location, query: Query
-) -> tuple[int | None, int | None]:
-    """Returns the steps of a request, whatever their state, or two to begin with."""
-    report, a, b = workspace.report(place), query.number("a"), query.number("b")
-    if other == place:
-        return flight_recorder.choose_pair(report, a, b)
-    if b is None:
-        b = max(workspace.report(other).usable, default=None)
-    return max(report.usable, default=None) if a is None else a, b
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:

@@ -42,6 +42,8 @@ class Places:
 
     Attributes:
         root: The opened path: a run directory, a checkpoint, or a directory of runs.
+        runs: Name -> a run or checkpoint below `root`, or `root` itself.
+        version: Grows as runs appear and disappear.
         others: Name -> another checkpoint from the command line.
         files: Name -> a JSON file with a state from the command line, for plans only.
     """
@@ -53,25 +55,15 @@ class Places:
         self.others = others
         self.files = files
         self._searching = threading.Lock()
-        self._version = 0
+        self.version = 0
         self._due = 0.0
-        self._found: Mapping[str, Location] = {}
+        self.runs: Mapping[str, Location] = {}
         self._search()
-
-    @property
-    def runs(self) -> Mapping[str, Location]:
-        """Name -> a run or checkpoint below `root`, or `root` itself."""
-        return self._found
 
     @property
     def is_single(self) -> bool:
         """True if `root` itself is the run or the checkpoint."""
-        return any(place.path == self.root for place in self._found.values())
-
-    @property
-    def version(self) -> int:
-        """Grows as runs appear and disappear."""
-        return self._version
+        return any(place.path == self.root for place in self.runs.values())
 
     def find(self, name: str) -> Location:
         """Returns the place of a name.
@@ -79,7 +71,7 @@ class Places:
         Raises:
             CheckpointNotFoundError: No run or checkpoint has this name.
         """
-        place = self._found.get(name) or self.others.get(name)
+        place = self.runs.get(name) or self.others.get(name)
         if place is None:
             raise errors.CheckpointNotFoundError(
                 f"{self.root} has no run or checkpoint {name!r} that this page may"
@@ -106,9 +98,9 @@ class Places:
         began = time.monotonic()
         # Looked at first, so that what appears during the search is found by the next.
         was_empty = self.root.is_dir() and is_empty(self.root)
-        found = _find(self.root, self._found)
-        if found != self._found:
-            self._found, self._version = found, self._version + 1
+        found = _find(self.root, self.runs)
+        if found != self.runs:
+            self.runs, self.version = found, self.version + 1
         now = time.monotonic()
         self._due = now + max(_LEAST_SECS, (now - began) / _SHARE)
         if self.is_single and not was_empty:

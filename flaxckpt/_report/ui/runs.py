@@ -70,13 +70,11 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     places = listed(workspace)
     for place in places:
         try:
-            snapshot = workspace.feeds.available(place)
-        except (errors.CheckpointError, OSError) as error:
-            unread[place.name] = error
-        else:
-            if snapshot is not None:
+            if (snapshot := workspace.feeds.available(place)) is not None:
                 report = workspace.verifications.update(place, snapshot.report)
                 reports[place.name] = report
+        except (errors.CheckpointError, OSError) as error:
+            unread[place.name] = error
     names = [place.name for place in places]
     metrics = _metrics(reports)
     live = {run for run, report in reports.items() if _is_live(report)}
@@ -164,7 +162,7 @@ class _Ranking(NamedTuple):
 def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
     """Returns the choices of a ranking: those of the policies of most runs first.
 
-    A metric without a policy may be ranked either way. The last one is by name.
+    The next one is by name. A metric without a policy may be ranked either way.
     """
     counts = collections.Counter(
         _Ranking(name, best.mode)
@@ -176,10 +174,7 @@ def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
     known = {ranking.metric for ranking in found}
     others = dict.fromkeys(name for each in reports.values() for name in each.metrics)
     modes: tuple[Literal["min", "max"], ...] = ("min", "max")
-    if known:
-        found.append(_Ranking(None, "min"))
-    else:
-        found.insert(0, _Ranking(None, "min"))
+    found.append(_Ranking(None, "min"))
     found += [_Ranking(n, mode) for n in others if n not in known for mode in modes]
     return {f"{each.mode}:{each.metric or ''}": each for each in found}
 

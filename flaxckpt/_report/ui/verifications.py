@@ -118,28 +118,23 @@ class Job:
 
 
 class Verifications:
-    """Verifies checkpoints, and remembers the results; thread-safe."""
+    """Verifies checkpoints, and remembers the results; thread-safe.
+
+    Attributes:
+        job: The running verification, or the last one.
+        version: Grows as results are found and end, for pages that show them.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._job: Job | None = None
+        self.job: Job | None = None
         self._results: dict[
             tuple[Path, int | None], Verification
         ] = {}  # the newest last
         self._changed: dict[tuple[Path, int | None], Verification] = {}
         self._looking = threading.Lock()
         self._due = 0.0
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        """Grows as results are found and end, for pages that show them."""
-        return self._version
-
-    @property
-    def job(self) -> Job | None:
-        """The running verification, or the last one."""
-        return self._job
+        self.version = 0
 
     def start(self, place: Location, steps: Sequence[Step]) -> None:
         """Starts to verify steps of a run, in the order given.
@@ -150,17 +145,17 @@ class Verifications:
         if not steps:
             raise errors.OptionError(f"{place.name} has no step to verify")
         with self._lock:
-            if self._job is not None and self._job.is_running:
+            if self.job is not None and self.job.is_running:
                 raise errors.OptionError(
-                    f"{self._job.place.name} is being verified: wait for it, or stop it"
+                    f"{self.job.place.name} is being verified: wait for it, or stop it"
                 )
-            self._job = Job(place, steps, self._remember, self._count_version)
-            self._job.start()
+            self.job = Job(place, steps, self._remember, self._count_version)
+            self.job.start()
 
     def stop(self) -> None:
         """Stops the verification that is running, if any."""
-        if self._job is not None:
-            self._job.stop()
+        if self.job is not None:
+            self.job.stop()
 
     def find(
         self, place: Location, report: Report
@@ -218,14 +213,14 @@ class Verifications:
 
     def _count_version(self) -> None:
         with self._lock:
-            self._version += 1
+            self.version += 1
 
     def _remember(self, place: Location, result: Verification) -> None:
         key = (place.path, result.step.step)
         with self._lock:
             self._results.pop(key, None)
             self._results[key] = result
-            self._version += result.integrity.is_bad
+            self.version += result.integrity.is_bad
             while len(self._results) > _MOST_RESULTS:
                 del self._results[next(iter(self._results))]
 

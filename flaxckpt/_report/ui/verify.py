@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Mapping
 from typing import Final, Literal, TypeAlias
 
@@ -23,8 +22,6 @@ _Chosen: TypeAlias = int | Literal["all"] | None
 
 _MOST_SHOWN = 20
 """Steps whose faults are listed."""
-
-_MOST_NAMED = 8
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
@@ -65,9 +62,9 @@ def status(workspace: Workspace, query: Query) -> html.Markup:
 
 def _asked(place: Location, query: Query) -> _Chosen:
     """Returns the `step` of a request: a number, or all; None without one."""
-    if place.is_run and query.text("step") == _ALL:
-        return _ALL
-    return query.number("step") if place.is_run else None
+    if not place.is_run:
+        return None
+    return _ALL if query.text("step") == _ALL else query.number("step")
 
 
 def _find_shown(workspace: Workspace, query: Query) -> Content:
@@ -100,7 +97,7 @@ def _describe(
         "outcome": ended,
         "faults": [_list_faults(result) for result in bad[:_MOST_SHOWN]],
         "more": max(0, len(bad) - _MOST_SHOWN),
-        "remedies": _find_remedies(place, report, results),
+        "remedies": _find_remedies(report, results),
         "report": known,
         "checks": content.list_checks(known),
         "said": {result.step.step for result in bad[:_MOST_SHOWN]},
@@ -175,19 +172,12 @@ def _list_faults(result: Verification) -> Content:
 
 
 def _find_remedies(
-    place: Location, report: Report, results: Mapping[int | None, Verification]
-) -> list[Content]:
-    """Returns the commands that mark damaged steps of a run, and unmark good ones."""
+    report: Report, results: Mapping[int | None, Verification]
+) -> dict[bool, list[int]]:
+    """Returns the steps to mark, under True, and the marked ones that are good."""
     marked = {s.step for s in report.steps if s.damage is not None}
-    states = {n: results[n].integrity.state for n in results if n is not None}
+    numbers = sorted(n for n in results if n is not None)
+    states = {n: results[n].integrity.state for n in numbers}
     damaged = [n for n, s in states.items() if s == "damaged" and n not in marked]
     good = [n for n, s in states.items() if s == "verified" and n in marked]
-    run, remedies = shlex.quote(str(place.path)), list[Content]()
-    for is_damaged, steps in ((True, sorted(damaged)), (False, sorted(good))):
-        if steps:
-            all_named = len(steps) <= _MOST_NAMED
-            numbers = " ".join(map(str, steps)) if all_named else "--all"
-            command = f"flaxckpt verify {run} {numbers} --mark"
-            given = {"is_damaged": is_damaged, "steps": steps, "command": command}
-            remedies.append({**given, "most": _MOST_NAMED})
-    return remedies
+    return {True: damaged, False: good}
