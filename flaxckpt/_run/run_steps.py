@@ -182,11 +182,15 @@ class RunSteps:
         return f"{self.directory} has {left_out.describe(found, self.format)}"
 
     def warn_of_left_out(self) -> None:
-        """Warns, once, about checkpoints after the newest step that are no steps."""
+        """Warns, once, about checkpoints after the newest step that are no steps.
+
+        Looks for them once, and as long as there are no steps: it lists the directory.
+        """
         if self._is_warned or not _util.job.is_first():
             return
-        if found := self.find_left_out():
-            self._is_warned = True
+        found = self.find_left_out()
+        self._is_warned = bool(found or self.paths())
+        if found:
             _log.warning("%s", self.describe_left_out(found))
 
     def damage_reasons(self) -> dict[int, str]:
