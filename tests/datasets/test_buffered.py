@@ -17,6 +17,7 @@ from flaxckpt import datasets, errors
 from flaxckpt.datasets import Buffered, StepIndexed
 from tests.helpers import seams
 from tests.helpers.dataset_runs import assert_resumes
+from tests.helpers.interruptions import ends, interrupt
 
 
 def counting(**options):
@@ -401,3 +402,17 @@ def test_buffer_exposes_shards_of_its_iterator(tmp_path):
         assert fresh.get_shard_states() == [2, 2, 1]
     buffered.close()
     assert counting().get_shard_states is None
+
+
+def test_ctrl_c_while_a_batch_is_taken_holds_up_nobody():
+    for place in itertools.count():
+        third = threading.Event()
+        source = StepIndexed(lambda i, third=third: third.set() if i == 2 else i)
+        with Buffered(source, depth=2) as batches:
+            next(batches)
+            assert third.wait(60)  # the second is ready: the next call does not wait
+            is_hit = interrupt(lambda batches=batches: next(batches), place)
+            assert ends(lambda batches=batches: next(batches)), place
+        if not is_hit:
+            break
+    assert place > 5

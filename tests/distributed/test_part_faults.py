@@ -29,14 +29,6 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def library():
-    built = shim.build()
-    if built is None:
-        pytest.skip("faults in system calls need a C compiler, and Linux")
-    return built
-
-
 def choose(kind, count):
     """Faults of all kinds, at random calls of random processes."""
     chance, faults = random.Random(count), FAULTS[kind]

@@ -1,5 +1,6 @@
 """Signals at any place of a program."""
 
+import gc
 import itertools
 import sys
 import threading
@@ -13,7 +14,8 @@ def raise_ctrl_c():
 def interrupt(call, place, handler=raise_ctrl_c):
     """Calls `call` with a signal at a place of its Python code; True if reached.
 
-    Python runs signal handlers when functions begin and after they have returned.
+    Python runs signal handlers when functions begin and after they have returned. No
+    garbage is collected meanwhile: finalizers would be places of their own.
     """
     left, hit = itertools.count(-place), []
 
@@ -25,6 +27,7 @@ def interrupt(call, place, handler=raise_ctrl_c):
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
@@ -32,6 +35,7 @@ def interrupt(call, place, handler=raise_ctrl_c):
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return bool(hit)
 
 
