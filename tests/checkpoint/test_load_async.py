@@ -103,7 +103,7 @@ def test_transforms_moments_and_initializes_new_leaves(tmp_path):
 
 def test_loaded_modules_are_trainable(tmp_path):
     model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adamw(1e-1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-1), wrt=nnx.Param)
     flaxckpt.save(tmp_path / "c", (model, optimizer))
     loaded, optimizer = flaxckpt.load_async(tmp_path / "c", (model, optimizer)).wait()
 

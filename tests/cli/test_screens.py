@@ -46,11 +46,10 @@ def plain(line):
     return re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", line)
 
 
-@pytest.fixture
-def losses(tmp_path, monkeypatch):
-    """A run of forty steps; the losses of its steps differ in the fourth decimal."""
-    monkeypatch.chdir(tmp_path)
-    with flaxckpt.Checkpointer("run") as run:
+@pytest.fixture(scope="module")
+def _losses(tmp_path_factory):
+    root = tmp_path_factory.mktemp("losses")
+    with flaxckpt.Checkpointer(root / "run") as run:
         for n in range(40):
             loss = 2.3 + 1e-3 * np.cos(n / 3)
             run.save(
@@ -62,6 +61,14 @@ def losses(tmp_path, monkeypatch):
                     "eval/accuracy": 0.71 + n / 1e4,
                 },
             )
+    return root
+
+
+@pytest.fixture
+def losses(_losses, tmp_path, monkeypatch):
+    """A run of forty steps; the losses of its steps differ in the fourth decimal."""
+    shutil.copytree(_losses, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -307,14 +314,21 @@ def layered_state(value, layers=12):
     return state.replace(step=int(value * 10), opt_state=moments)
 
 
-@pytest.fixture
-def layered(tmp_path, monkeypatch):
-    """A run whose steps 1 and 2 differ; another of fewer layers."""
-    monkeypatch.chdir(tmp_path)
-    with flaxckpt.Checkpointer("run") as run:
+@pytest.fixture(scope="module")
+def _layered(tmp_path_factory):
+    root = tmp_path_factory.mktemp("layered")
+    with flaxckpt.Checkpointer(root / "run") as run:
         for step in (1, 2):
             run.save(step, layered_state(float(step)))
-    flaxckpt.save("small", layered_state(1.0, layers=3))
+    flaxckpt.save(root / "small", layered_state(1.0, layers=3))
+    return root
+
+
+@pytest.fixture
+def layered(_layered, tmp_path, monkeypatch):
+    """A run whose steps 1 and 2 differ; another of fewer layers."""
+    shutil.copytree(_layered, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -569,3 +583,12 @@ def test_tables_do_not_break_words(terminal, monkeypatch, width):
                 pieces = re.findall("[^/_ :]*[/_]|[^/_ :]+", line)
                 assert {*pieces} <= {word.strip(":") for word in words}, line
     shutil.rmtree(short)
+
+
+def test_wrapped_paths_keep_their_indent(terminal, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flaxckpt.save("1", {"encoder_layers": {"self_attention_of_queries_and": {"w": 1}}})
+    lines = terminal(38, "show", "1")
+    at = next(n for n, line in enumerate(lines) if "self_attention_" in line)
+    assert lines[at].startswith("    self_attention_")
+    assert re.match("    \\S", lines[at + 1])

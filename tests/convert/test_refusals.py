@@ -306,9 +306,9 @@ def test_writes_leaves_created_by_function(source, tmp_path, format_name, limit)
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_splits_long_rows(tmp_path, monkeypatch, format_name, chunk_bytes):
     wanted = {
-        "long": np.arange(20_000, dtype=np.float32).reshape(2, 10_000),
-        "deep": np.arange(12_000, dtype=np.int16).reshape(1, 3, 2, 2000, 1),
-        "keys": jax.random.split(jax.random.key(0), 700),
+        "long": np.arange(5000, dtype=np.float32).reshape(2, 2500),
+        "deep": np.arange(6000, dtype=np.int16).reshape(1, 3, 2, 1000, 1),
+        "keys": jax.random.split(jax.random.key(0), 400),
     }
     layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
     flaxckpt.save(tmp_path / "a", wanted, layout=layout)

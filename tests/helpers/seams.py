@@ -137,6 +137,7 @@ SEAMS = {
     "run_index.identify_save": "_run.run_index:identify_save",
     "run_step.is_outdated": "_run.run_index:RunStep.is_outdated",
     "save.write_snapshot": "_checkpoint.save:write_snapshot",
+    "settings.recorded_again_after": "_run.settings:_RECORDED_AGAIN_AFTER",
     "store.read_into": "_storage.storage:_OBJECTS.read_into",
     "store.stream": "_storage.storage:_OBJECTS.stream",
     "temporary.claim": "_storage.temporary:claim",

@@ -1,11 +1,12 @@
 """Sizes and conditions that tables of maps ask of a configuration."""
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flaxckpt import errors
-from flaxckpt._maps import model_config
+import flaxckpt
+from flaxckpt import errors, maps
 
 CONFIG = {
     "layers": 20,
@@ -21,6 +22,21 @@ CONFIG = {
 }
 
 
+def toy(config, rows, **sizes):
+    """Returns the map of a family of these tensors."""
+    return maps.Family("toy", (), "", sizes, {"x": rows})(config, target="x")
+
+
+def load(directory, count, changes):
+    """Loads a checkpoint of leaves `k/0`, `k/1`, …, and one named `one`."""
+    leaves = {str(n): np.zeros(1) for n in range(count)}
+    flaxckpt.save(directory / "c", {"k": leaves, "one": 1}, overwrite=True)
+    return flaxckpt.load(directory / "c", transforms=changes)
+
+
+ONE = maps.Tensor("one", "one")
+
+
 @pytest.mark.parametrize(
     ("rule", "size"),
     [
@@ -28,7 +44,6 @@ CONFIG = {
         ("layers", 20),
         ("head_dim|width/heads", 4),
         ("absent|layers", 20),
-        ("absent", None),
         ("layers//6", 3),
         ("layers%6", 2),
         ("layers//6*6", 18),
@@ -36,19 +51,25 @@ CONFIG = {
         ("absent|head_dim|12", 12),
     ],
 )
-def test_derives_sizes_from_keys(rule, size):
-    assert model_config.find_size(CONFIG, rule) == size
+def test_derives_sizes_from_keys(tmp_path, rule, size):
+    changes = toy(CONFIG, [ONE, maps.Tensor("k.{i}", "l/{i}")], i=rule)
+    assert len(load(tmp_path, size, changes).get("l", {})) == size
+    with pytest.raises(errors.OptionError):
+        load(tmp_path, size + 1, changes)
 
 
-@given(st.integers(1, 500), st.integers(1, 20))
-def test_blocks_and_remainder_cover_all_layers(layers, block):
-    config = {"layers": layers}
-    sizes = [
-        model_config.find_size(config, f"layers{rule}")
-        for rule in (f"//{block}*{block}", f"%{block}")
-    ]
-    assert sum(sizes) == layers
-    assert sizes[0] % block == 0
+@settings(max_examples=20)
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_blocks_and_remainder_cover_all_layers(tmp_path_factory, layers, block):
+    blocks = f"layers//{block}*{block}"
+    changes = toy(
+        {"layers": layers},
+        [ONE, maps.Tensor("k.{i}", "l/{i}"), maps.Tensor("k.{j+first}", "m/{j}")],
+        **{"i": blocks, "first": blocks, "j": f"layers%{block}"},
+    )
+    found = load(tmp_path_factory.mktemp("layers"), layers, changes)
+    assert len(found.get("l", {})) == layers - layers % block
+    assert len(found.get("m", {})) == layers % block
 
 
 @pytest.mark.parametrize(
@@ -57,13 +78,14 @@ def test_blocks_and_remainder_cover_all_layers(layers, block):
         ({"layers": 7}, "layers/2", "layers 7 of the config is not divisible by 2"),
         (CONFIG, "layers/heads", "not divisible by heads 6"),
         ({"layers": 0}, "layers", "must be a positive integer, got 0"),
+        (CONFIG, "absent", "the config lacks absent"),
         ({"layers": True}, "layers", "must be a positive integer, got True"),
         ({"layers": "3"}, "layers//2", "must be a positive integer, got '3'"),
     ],
 )
 def test_rejects_wrong_sizes(config, rule, message):
     with pytest.raises(errors.OptionError, match=message):
-        model_config.find_size(config, rule)
+        toy(config, [maps.Tensor("k.{i}", "l/{i}")], i=rule)
 
 
 @pytest.mark.parametrize(
@@ -88,5 +110,6 @@ def test_rejects_wrong_sizes(config, rule, message):
         ("not tied and heads==layers", False),
     ],
 )
-def test_evaluates_conditions(condition, is_true):
-    assert model_config.holds(CONFIG, condition) == is_true
+def test_evaluates_conditions(tmp_path, condition, is_true):
+    changes = toy(CONFIG, [ONE, maps.Tensor("k.0", "zero", when=condition)])
+    assert ("zero" in load(tmp_path, int(is_true), changes)) is is_true

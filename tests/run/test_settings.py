@@ -1,6 +1,7 @@
 """A run records its policies, and any program can apply them."""
 
 import json
+import re
 import time
 
 import jax.numpy as jnp
@@ -8,19 +9,29 @@ import pytest
 
 import flaxckpt
 from flaxckpt import configs, policies
-from flaxckpt._inspect import run_view
-from flaxckpt._policy_forms import FORMS
-from flaxckpt._run import judge, settings
-from flaxckpt._steps.event import Event
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import run_files
+from tests.helpers import any_policy, command_line, run_files, seams
 
 STATE = {"w": jnp.arange(4.0)}
 
 ALL = [
-    *(configs.parse_option("keep", form.example) for form in FORMS.values()),
+    *(configs.parse_option("keep", option) for _, option, _ in any_policy.in_guide()),
     policies.ExponentialSteps(100, 3),  # not the default base
 ]
+
+
+def recorded(run, *options):
+    """Returns the recorded policies, as `explain` shows them; None without any."""
+    text = " ".join(command_line.run("explain", run, *options).split())
+    found = re.search(r"policies: (.*)", text)
+    assert found or "the policies of the run are unknown" in text, text
+    return found and found[1]
+
+
+def records(run):
+    """Returns the settings in the journal of a run, the oldest first."""
+    events = run_files.read_events(run)
+    return [event.details for event in events if event.kind == "configured"]
 
 
 class Primes:
@@ -45,22 +56,24 @@ def test_reads_every_policy_as_recorded(tmp_path):
     state = {"params": STATE, "opt_state": STATE}
     split = ("params", "opt_state")
     with flaxckpt.Checkpointer(tmp_path, items=split, **options) as ckpt:
-        ckpt.save(1, state)
-    rules = settings.read(tmp_path, {1: "1"}).rules
-    assert list(rules.keep) == ALL
-    assert rules.keep_items == {"dataset": (LatestN(2),), "opt_state": (LatestN(1),)}
-    assert rules.items.state == ("params", "opt_state")
+        ckpt.save(1, state, metrics={"eval/loss": 1.0})
+    assert recorded(tmp_path) == ", ".join(map(str, ALL))
+    [record] = records(tmp_path)
+    assert record["items"] == ["params", "opt_state"]
+    assert record["keep_items"] == {
+        "dataset": [{"policy": "LatestN", "n": 2}],
+        "opt_state": [{"policy": "LatestN", "n": 1}],
+    }
 
 
 def test_custom_policy_may_keep_every_step(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[Primes(), LatestN(1)]) as ckpt:
         for step in (4, 5, 6):
             ckpt.save(step, STATE)
-    keep = settings.read(tmp_path, {}).rules.keep
-    assert [*map(str, keep)] == ["perhaps Primes()", "LatestN(1)"]
-    ranked = flaxckpt.Checkpointer(tmp_path, read_only=True)
-    kept = keep[0].preserved([ranked.metadata(step) for step in ranked.steps()])
-    assert kept == {5, 6}
+    assert recorded(tmp_path) == "perhaps Primes(), LatestN(1)"
+    reader = flaxckpt.Checkpointer(tmp_path, read_only=True)
+    assert reader.explain()[5] == ["perhaps Primes()"]
+    assert reader.prune(dry_run=True) == ()
 
 
 def test_policies_on_external_metrics_may_keep_every_step(tmp_path):
@@ -70,8 +83,7 @@ def test_policies_on_external_metrics_may_keep_every_step(tmp_path):
         tmp_path, keep=keep, metrics_from=lambda: elsewhere
     ) as ckpt:
         ckpt.save(1, STATE)
-    found = settings.read(tmp_path, {}).rules.keep
-    assert [*map(str, found)] == ["perhaps BestN(1, 'loss', 'min')", "LatestN(1)"]
+    assert recorded(tmp_path) == "perhaps BestN(1, 'loss', 'min'), LatestN(1)"
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -93,58 +105,42 @@ def test_reader_explains_by_recorded_policies(tmp_path, is_staged):
     other = flaxckpt.Checkpointer(run, keep=[LatestN(1)], read_only=True, **staging)
     assert other.prune(dry_run=True) == (2,)
     if not is_staged:
-        assert run_view.survey(run).explain().reasons == wanted
+        listed = command_line.read_json("explain", run)
+        assert listed == {str(step): [*why] for step, why in wanted.items()}
     assert flaxckpt.Checkpointer(run, **staging).prune() == (), "it keeps all"
 
 
 def test_records_settings_when_they_change(tmp_path):
-    def count():
-        events = run_files.read_events(tmp_path)
-        return sum(event.kind == "configured" for event in events)
-
     with flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)]) as ckpt:
-        assert settings.read(tmp_path, {}) is None
         for step in range(1, 4):
             ckpt.save(step, STATE).wait()
-        assert count() == 1
+        assert len(records(tmp_path)) == 1
         callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, preflight=False)
         for step in range(4, 8):
             callback(step, STATE)
-    assert count() == 2
-    assert settings.read(tmp_path, {}).callback == {"every_steps": 2}
+    assert [each["callback"] for each in records(tmp_path)] == [{}, {"every_steps": 2}]
     flaxckpt.Checkpointer(tmp_path, keep=[LatestN(2)], read_only=True).restore()
-    assert settings.read(tmp_path, {}).rules.keep == (LatestN(1),)
+    assert recorded(tmp_path) == "LatestN(1)"
 
 
-def test_repeats_settings_periodically(tmp_path):
-    events = []
-    recorder = settings.Recorder(_Lines(events), judge.Rules(), "{step}")
-    for _ in range(1000):
-        recorder.record()
-    assert len(events) == 10
+def test_repeats_settings_periodically(tmp_path, monkeypatch):
+    seams.replace(monkeypatch, "settings.recorded_again_after", 3)
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        for step in range(7):
+            ckpt.save(step, STATE).wait()
+    assert len(records(tmp_path)) == 3
 
 
-class _Lines:
-    """A journal that is full for a while."""
-
-    def __init__(self, lines, fails=()):
-        self.lines = lines
-        self.fails = iter(fails)
-
-    def record(self, kind, **details):
-        if next(self.fails, False):
-            return False
-        self.lines.append((kind, details))
-        return True
-
-
-def test_retries_failed_settings_record_at_next_save():
-    events = []
-    lines = _Lines(events, fails=[True, True])
-    recorder = settings.Recorder(lines, judge.Rules(), "{step}")
-    for _ in range(5):
-        recorder.record()
-    assert len(events) == 1
+def test_retries_failed_settings_record_at_next_save(tmp_path):
+    journal = tmp_path / "events.jsonl"
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        journal.mkdir()  # so that no line can be added
+        ckpt.save(1, STATE).wait()
+        ckpt.save(2, STATE).wait()
+        journal.rmdir()
+        for step in range(3, 6):
+            ckpt.save(step, STATE).wait()
+    assert len(records(tmp_path)) == 1
 
 
 VALID = {
@@ -158,8 +154,18 @@ VALID = {
 }
 
 
-def configured(**details):
-    return Event("configured", None, "run", time.time(), VALID | details)
+@pytest.fixture
+def configure(tmp_path):
+    """Returns the function that records settings in a run with a step."""
+    flaxckpt.Checkpointer(tmp_path).save(1, STATE).wait()
+
+    def record(details):
+        event = {"kind": "configured", "step": None, "path": "run", "details": details}
+        line = json.dumps(event | {"time": time.time()})
+        (tmp_path / "events.jsonl").write_text(f"{line}\n")
+        return tmp_path
+
+    return record
 
 
 @pytest.mark.parametrize(
@@ -178,28 +184,24 @@ def configured(**details):
         {"keep_if": "of a later version"},
     ],
 )
-def test_ignores_unreadable_records(details, caplog):
-    assert settings.last([configured()]).rules.keep == (LatestN(1),)
-    assert settings.last([configured(**details)]) is None
+def test_ignores_unreadable_records(details, configure, caplog):
+    assert recorded(configure(VALID)) == "LatestN(1)"
+    assert recorded(configure(VALID | details)) is None
     assert "are ignored" in caplog.text
 
 
-def test_ignores_record_without_policies(tmp_path):
+def test_ignores_record_without_policies(configure, tmp_path):
     """A line of a journal that is too long loses its details."""
-    event = Event("configured", None, "run", time.time(), {})
-    assert settings.last([event]) is None
+    assert recorded(configure({})) is None
     chosen = policies.OnSteps(range(100, 20000))
     with flaxckpt.Checkpointer(tmp_path, keep=[chosen, LatestN(1)]) as ckpt:
-        ckpt.save(1, STATE)
-    first, _ = settings.read(tmp_path, {}).rules.keep
-    assert str(first).startswith("perhaps OnSteps([100, 101")
+        ckpt.save(2, STATE)
+    assert recorded(tmp_path).startswith("perhaps OnSteps([100, 101")
 
 
-def test_policy_of_later_version_may_keep_every_step():
-    [policy] = settings.last(
-        [configured(keep=[{"policy": "Fibonacci", "start": 1}])]
-    ).rules.keep
-    assert str(policy) == "perhaps Fibonacci({'start': 1})"
+def test_policy_of_later_version_may_keep_every_step(configure):
+    run = configure(VALID | {"keep": [{"policy": "Fibonacci", "start": 1}]})
+    assert recorded(run) == "perhaps Fibonacci({'start': 1})"
 
 
 def test_ignores_settings_of_other_step_format(tmp_path):
@@ -209,17 +211,21 @@ def test_ignores_settings_of_other_step_format(tmp_path):
         with flaxckpt.Checkpointer(tmp_path, **options) as ckpt:
             for step in steps:
                 ckpt.save(step, STATE)
-    assert settings.read(tmp_path, {1: "raw_1"}).rules.keep == (LatestN(10),)
-    assert settings.read(tmp_path, {5: "ema_0005"}).rules.keep == (LatestN(1),)
-    assert settings.read(tmp_path, {5: "5"}) is None
+    flaxckpt.save(tmp_path / "7", STATE)
+    for template, found in (
+        ("raw_{step}", "LatestN(10)"),
+        ("ema_{step:04d}", "LatestN(1)"),
+        ("{step}", None),
+    ):
+        assert recorded(tmp_path, "--step-format", template) == found
 
 
 def test_staging_directory_has_no_own_settings(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with flaxckpt.Checkpointer(far, keep=[LatestN(1)], staging=near) as ckpt:
         ckpt.save(1, STATE)
-    assert settings.read(far, {}).rules.keep == (LatestN(1),)
-    assert settings.read(near, {}) is None
+    assert recorded(far) == "LatestN(1)"
+    assert recorded(near) is None
 
 
 class Unprintable(Primes):
@@ -230,8 +236,7 @@ class Unprintable(Primes):
 def test_unprintable_policy_does_not_fail_save(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[Unprintable()]) as ckpt:
         ckpt.save(2, STATE).wait()
-    [policy] = settings.read(tmp_path, {}).rules.keep
-    assert str(policy) == "perhaps Unprintable"
+    assert recorded(tmp_path) == "perhaps Unprintable"
 
 
 def test_journal_records_metric_values(tmp_path):

@@ -1,5 +1,7 @@
 """Step names are read and written alike, and only committed steps are listed."""
 
+import shutil
+
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
@@ -8,18 +10,32 @@ from hypothesis import strategies as st
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import delete as steps_delete
-from flaxckpt._steps import index as steps_index
-from flaxckpt._steps import names as steps_names
-from tests.helpers import seams
+from tests.helpers import command_line, seams
 
 TEMPLATES = ["{step}", "step_{step}", "{step:08d}", "ckpt-{step:05d}", "{step}.done"]
 
 
+@pytest.fixture(scope="module")
+def steps_of(tmp_path_factory):
+    """Returns the function that lists the steps of a run with one checkpoint."""
+    root = tmp_path_factory.mktemp("names")
+    flaxckpt.save(root / "made", {"n": 1})
+
+    def list_steps(name, template):
+        run = root / "run"
+        run.mkdir()
+        (root / "made").rename(run / name)
+        found = flaxckpt.Checkpointer(run, step_format=template, read_only=True).steps()
+        (run / name).rename(root / "made")
+        shutil.rmtree(run)
+        return found
+
+    return list_steps
+
+
 @hypothesis.given(st.sampled_from(TEMPLATES), st.integers(0, 10**17))
-def test_step_name_round_trips(template, step):
-    step_format = steps_names.StepFormat(template)
-    assert step_format.step(step_format.name(step)) == step
+def test_finds_step_by_name(steps_of, template, step):
+    assert steps_of(template.format(step=step), template) == [step]
 
 
 @pytest.mark.parametrize(
@@ -39,107 +55,86 @@ def test_step_name_round_trips(template, step):
         ("{step:04d}", "00014"),
     ],
 )
-def test_step_format_ignores_other_names(template, name):
-    assert steps_names.StepFormat(template).step(name) is None
-
-
-@pytest.mark.parametrize("template", ["", "step", "{step}{step}", "a/{step}", "{x}"])
-def test_rejects_format_without_exactly_one_step(template):
-    with pytest.raises(errors.OptionError, match="step_format"):
-        steps_names.StepFormat(template)
-
-
-@pytest.mark.parametrize("template", ["a{{b}}_{step}", "a{b}_{step}", "{{step}}"])
-def test_rejects_format_with_other_braces(template, tmp_path):
-    with pytest.raises(errors.OptionError, match="no other braces or slashes"):
-        flaxckpt.Checkpointer(tmp_path, step_format=template)
-
-
-@pytest.mark.parametrize("prefix", ["run.tmp-", "a.orbax-checkpoint-tmp-"])
-def test_rejects_format_of_unfinished_steps(prefix):
-    with pytest.raises(errors.OptionError, match="names of unfinished steps"):
-        steps_names.StepFormat(f"{prefix}{{step}}")
+def test_step_format_ignores_other_names(steps_of, template, name):
+    assert steps_of(name, template) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "templates"),
+    ("template", "why"),
     [
-        ("7", ["{step}", "{step:01d}"]),
-        ("a_70", ["a_{step}", "a_{step:02d}"]),
-        ("a_07", ["a_{step:02d}"]),
-        ("a{b}_7", []),
-        ("a.tmp-7", []),
-        ("a", []),
+        *[(each, "step_format") for each in ("", "step", "{step}{step}", "{x}")],
+        ("a/{step}", "no other braces or slashes"),
+        ("a{{b}}_{step}", "no other braces or slashes"),
+        ("a{b}_{step}", "no other braces or slashes"),
+        ("{{step}}", "no other braces or slashes"),
+        ("run.tmp-{step}", "names of unfinished steps"),
+        ("a.orbax-checkpoint-tmp-{step}", "names of unfinished steps"),
     ],
 )
-def test_list_formats_returns_formats_of_name(name, templates):
-    found = steps_names.list_formats(name)
-    assert [each.template for each in found] == templates
-    assert {each.name(steps_names.number(name)) for each in found} <= {name}
+def test_rejects_invalid_format(template, why, tmp_path):
+    with pytest.raises(errors.OptionError, match=why):
+        flaxckpt.Checkpointer(tmp_path, step_format=template)
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, "1", True, None, 10**18])
-def test_check_rejects_invalid_steps(step):
-    with pytest.raises(errors.OptionError, match="step"):
-        steps_names.check(step)
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("a_70", "a_{step}"),
+        ("a_07", "a_{step:02d}"),
+        ("a{b}_7", None),
+        ("a.tmp-7", None),
+        ("a", None),
+    ],
+)
+def test_error_suggests_format_of_unusual_name(tmp_path, name, template):
+    flaxckpt.save(tmp_path / name, {"n": 1})
+    with pytest.raises(errors.CheckpointFormatError) as info:
+        flaxckpt.load(tmp_path)
+    assert f"such as {tmp_path / name}" in str(info.value)
+    suggested = f"step_format='{template}'" if template else "step_format"
+    assert (suggested in str(info.value)) == (template is not None)
 
 
-def _has_files(path):
-    return path.is_dir() and any(path.iterdir())
-
-
-def test_lists_only_filled_directories(tmp_path):
+def test_lists_only_committed_directories(tmp_path):
     for name in ("0", "10", "9", "7.orbax-checkpoint-tmp", "metadata"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
+        flaxckpt.save(tmp_path / name, {"n": 1})
     (tmp_path / "8").mkdir()
     (tmp_path / "6").touch()
     (tmp_path / "5").symlink_to(tmp_path / "10")
-    assert list(steps_index.list_steps(tmp_path, steps_names.StepFormat())) == [
-        0,
-        9,
-        10,
-    ]
-    assert steps_index.list_steps(tmp_path / "missing", steps_names.StepFormat()) == {}
+    assert flaxckpt.Checkpointer(tmp_path, read_only=True).steps() == [0, 9, 10]
+    assert flaxckpt.Checkpointer(tmp_path / "none", read_only=True).steps() == []
 
 
 def test_finds_steps_of_any_usual_name(tmp_path):
-    for name in (
-        "step_3",
-        "00000012",
-        "old.orbax-checkpoint-tmp-4",
-        "metadata",
-        "checkpoint_1.5",
-        "1" * 19,
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").touch()
-    (tmp_path / "plots_12").mkdir()  # called like a step, and none
-    found = steps_index.StepIndex(tmp_path, _has_files).steps
-    assert {n: p.name for n, p in found.items()} == {
-        3: "step_3",
-        12: "00000012",
+    usual = {3: "step_3", 12: "00000012"}
+    others = ("old.orbax-checkpoint-tmp-4", "metadata", "checkpoint_1.5", "1" * 19)
+    for name in (*usual.values(), *others, "plots_12"):
+        flaxckpt.save(tmp_path / name, {"n": name == "00000012"})
+    listed = command_line.read_json("ls", tmp_path)["steps"]
+    assert {row["step"]: row["path"] for row in listed} == {
+        step: f"{tmp_path / name}" for step, name in usual.items()
     }
-    (tmp_path / "12").mkdir()
-    (tmp_path / "12" / "file").touch()
+    assert flaxckpt.load(tmp_path)["n"]
+    told = command_line.run("prune", tmp_path, "-k", "latest:1", "--yes", code=2)
+    assert "choose one format" in told
+    flaxckpt.save(tmp_path / "12", {"n": 1})
     with pytest.raises(errors.CheckpointFormatError, match="step 12 twice"):
-        steps_index.StepIndex(tmp_path, _has_files)
+        flaxckpt.load(tmp_path)
 
 
 def test_delete_withdraws_name_first(tmp_path, monkeypatch, caplog):
-    step = tmp_path / "3"
-    step.mkdir()
-    (step / "file").touch()
-
     def fail(path):
         if path.exists():
             raise OSError("interrupted")
 
-    seams.replace(monkeypatch, "files.remove_tree", fail)
-    steps_delete.delete(step, find_foreign=lambda path: [])
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(3, {"n": 1}).wait()
+        seams.replace(monkeypatch, "files.remove_tree", fail)
+        ckpt.delete(3)
     assert "interrupted" in caplog.text
-    assert not steps_index.list_steps(tmp_path, steps_names.StepFormat())
-    assert not steps_index.StepIndex(tmp_path, _has_files).steps
+    assert flaxckpt.Checkpointer(tmp_path, read_only=True).steps() == []
+    with pytest.raises(errors.CheckpointNotFoundError):
+        flaxckpt.load(tmp_path)
 
 
 # ---- numbers of steps ---------------------------------------------------------------
@@ -257,21 +252,3 @@ def test_callback_rejects_anything_but_whole_numbers(tmp_path, name):
         with pytest.raises(errors.OptionError, match="whole number"):
             on_step.add_metrics(NOT_WHOLE[name], {"a": 1.0})
         assert ckpt.steps() == []
-
-
-@hypothesis.given(
-    prefix=st.sampled_from(["", "step_", "ck-", "x.y_"]),
-    width=st.integers(0, 9),
-    steps=st.sets(st.integers(0, 10**6), min_size=1, max_size=5),
-)
-def test_find_format_infers_format_of_names(prefix, width, steps):
-    named = {step: f"{prefix}{step:0{width}d}" for step in steps}
-    found = steps_names.find_format(named)
-    assert found is not None
-    assert {step: steps_names.StepFormat(found).name(step) for step in steps} == named
-
-
-def test_find_format_rejects_names_of_two_kinds():
-    assert steps_names.find_format({1: "1", 2: "002"}) is None
-    assert steps_names.find_format({1: "a{b_1"}) is None
-    assert steps_names.find_format({}) == "{step}"
