@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import random
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import textwrap
 import typing
 from collections import OrderedDict
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -27,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from tests.helpers import chunks, dtypes, old_stores, seams, strategies
+from tests.helpers import chunks, dtypes, old_stores, seams, strategies, system_calls
 
 # ---- every kind of state and leaf -------------------------------------------------
 
@@ -968,19 +966,7 @@ def test_saves_array_larger_than_memory_budget(tmp_path):
 
 def test_syncs_files_before_commit_and_parent_after(tmp_path, monkeypatch):
     """Holds the order of syncs and renames at the system calls of our process."""
-    calls = []
-    real_fsync, real_rename = os.fsync, os.rename
-
-    def fsync(descriptor):
-        calls.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
-        real_fsync(descriptor)
-
-    def rename(source, target, **kwargs):
-        calls.append(("rename", os.fspath(source), os.fspath(target)))
-        real_rename(source, target, **kwargs)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "rename", rename)
+    calls = system_calls.record(monkeypatch, "fsync", "rename")
     run = tmp_path / "new" / "run"
     flaxckpt.save(run / "c", {"w": jnp.ones((8, 8)), "s": "x"})
     final = str(run / "c")

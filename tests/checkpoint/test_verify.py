@@ -18,7 +18,7 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
-from tests.helpers import chunks, old_stores, run_files, seams, strategies
+from tests.helpers import chunks, old_stores, run_files, seams, strategies, system_calls
 from tests.helpers.chunks import flip
 from tests.helpers.files import flip_bit
 
@@ -445,14 +445,7 @@ def manifest(path):
 def test_verify_reports_io_errors_as_unread(tmp_path, monkeypatch, is_old):
     ckpt = run(tmp_path, 1, is_old=is_old)
     file = "table/c.0.0" if is_old else "d/0.small.0"
-    real = os.open
-
-    def fail(path, *args, **options):
-        if str(path).endswith(file):
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", fail)
+    system_calls.fail(monkeypatch, os, "open", errno.EIO, file)
     report = ckpt.verify(1)
     assert (list(report.problems), list(report.unread)) == (
         [],
@@ -598,12 +591,6 @@ def test_transient_disk_error_marks_nothing(tmp_path, monkeypatch, caplog):
 
 def test_permission_error_marks_nothing(tmp_path, monkeypatch):
     ckpt = run(tmp_path, 1, 2)
-    real = os.open
-
-    def fail(path, *args, **options):
-        if str(path).endswith("2/flaxckpt.json"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *args, **options)
 
     def denied(path, *, max_bytes):
         if str(path).endswith("2/flaxckpt.json"):
@@ -612,7 +599,7 @@ def test_permission_error_marks_nothing(tmp_path, monkeypatch):
 
     read = seams.current("disk.read")
     seams.replace(monkeypatch, "disk.read", denied)
-    monkeypatch.setattr(os, "open", fail)
+    system_calls.fail(monkeypatch, os, "open", errno.EACCES, "2/flaxckpt.json")
     strategies.assert_same(state(1), ckpt.restore())
     monkeypatch.undo()
     assert ckpt.damaged() == {}

@@ -15,7 +15,7 @@ from flaxckpt._checkpoint import verify
 from flaxckpt._util import progress
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.orbax import CheckpointHandler, SaveArgs
-from tests.helpers import chunks, old_stores, seams
+from tests.helpers import chunks, old_stores, seams, system_calls
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
@@ -34,14 +34,7 @@ def spoil(path, chunk):
 
 def unreadable(monkeypatch, ending):
     """Has the disk fail for files whose path has this end."""
-    real = os.open
-
-    def fail(path, *args, **options):
-        if str(path).endswith(ending):
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", fail)
+    system_calls.fail(monkeypatch, os, "open", errno.EIO, ending)
 
 
 # ---- where a fault is -------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Verbs that change a run: text, JSON and exit codes."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks, run_files
+from tests.helpers import chunks, run_files, system_calls
 from tests.helpers.files import largest_file
 
 
@@ -251,14 +252,7 @@ def test_prune_rejects_unknown_metric(here, command):
 
 
 def test_prune_exits_with_1_after_failed_deletion(here, command, monkeypatch):
-    real = os.rename
-
-    def rename(source, target, **given):
-        if Path(source).name == "100":
-            raise PermissionError(13, "Permission denied", str(source))
-        return real(source, target, **given)
-
-    monkeypatch.setattr(os, "rename", rename)
+    system_calls.fail(monkeypatch, os, "rename", errno.EACCES, "100")
     lines = command.text("prune", "run", "-k", "latest:1", "--yes", code=1)
     assert lines[1].split(maxsplit=1) == ["100", "could not be deleted"]
     assert lines[-1] == "deleted 1 of 2 steps"

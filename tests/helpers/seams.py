@@ -87,6 +87,7 @@ SEAMS = {
     "leases.deletion": "_storage.leases:deletion",
     "leases.expires_secs": "_storage.leases:_EXPIRES_SECS",
     "leases.file_system_time": "_storage.leases:_file_system_time",
+    "leases.is_being_deleted": "_storage.leases:is_being_deleted",
     "leases.is_older": "_storage.leases:is_older",
     "leases.is_recent": "_storage.leases:_is_recent",
     "leases.make": "_storage.leases:Lease",

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from tests.helpers import strategies
+from tests.helpers import strategies, system_calls
 from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -365,18 +365,11 @@ def test_full_disk_fails_save_and_commits_nothing(tmp_path, monkeypatch):
 
 
 def test_save_syncs_all_files_before_returning(tmp_path, monkeypatch):
-    synced = set()
-    real = os.fsync
-
-    def fsync(descriptor):
-        synced.add(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    calls = system_calls.record(monkeypatch, "fsync")
     CheckpointHandler().save(tmp_path, SaveArgs(make_state()))
     files = {str(tmp_path), *(str(tmp_path / name) for name in files_below(tmp_path))}
     assert len(files) > 10
-    assert files <= synced
+    assert files <= {path for _, path in calls}
 
 
 def test_detects_flipped_bit_in_any_file(item):

@@ -33,7 +33,7 @@ def load(name):
 
 
 def interrupt_after(steps, example, monkeypatch):
-    """Interrupts `example` after `steps` training steps."""
+    """Interrupts `example` after `steps` training steps; returns the count of steps."""
     train_step, taken = example.train_step, itertools.count()
 
     def interrupted(*args):
@@ -42,6 +42,7 @@ def interrupt_after(steps, example, monkeypatch):
         return train_step(*args)
 
     monkeypatch.setattr(example, "train_step", interrupted)
+    return taken
 
 
 def bits(state):
@@ -164,13 +165,7 @@ def test_fine_tuning_resumes_without_source(fine_tuning, tmp_path, monkeypatch):
     alphabet = example.alphabet_of([text.lower() for text in topics[::2]])
     extended = alphabet + example.alphabet_of(topics[1::2], without=alphabet)
     corpus = example.corpus_of(topics[1::2], extended, config)
-    train_step, taken = example.train_step, itertools.count()
-
-    def counted(*args):
-        next(taken)
-        return train_step(*args)
-
-    monkeypatch.setattr(example, "train_step", counted)
+    taken = interrupt_after(None, example, monkeypatch)
     state, _ = example.train(
         example.create_special_state(config, len(extended)),
         corpus,

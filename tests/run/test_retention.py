@@ -31,6 +31,7 @@ from tests.helpers import (
     seams,
     slow,
     strategies,
+    system_calls,
 )
 from tests.helpers.files import flip_bit, largest_file, without_permissions
 
@@ -1008,14 +1009,7 @@ def test_prune_reads_newest_step_before_deleting(tmp_path, what):
 def test_prune_deletes_nothing_if_newest_step_cannot_be_read(tmp_path, monkeypatch):
     save(tmp_path, 1, 2)
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
-    readv, bad = os.readv, f"/2/{SMALL}"
-
-    def failing(descriptor, buffers):
-        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith(bad):
-            raise OSError(errno.EIO, "Input/output error")
-        return readv(descriptor, buffers)
-
-    monkeypatch.setattr(os, "readv", failing)
+    system_calls.fail(monkeypatch, os, "readv", errno.EIO, f"/2/{SMALL}")
     with pytest.raises(errors.SaveFailedError, match="Input/output error"):
         ckpt.prune()
     monkeypatch.undo()

@@ -1,7 +1,6 @@
 """Markers of a step: what each says, on a disk and in a store."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from flaxckpt import errors
 from flaxckpt._steps import markers
 from flaxckpt._storage import leases
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams
+from tests.helpers import seams, system_calls
 
 SIMPLE = {
     "pinned": (markers.pin, markers.is_pinned, markers.unpin, "PINNED"),
@@ -63,13 +62,11 @@ def test_sets_and_removes_marker(path, kind):
 
 
 def test_removal_of_marker_syncs_directory(tmp_path, monkeypatch):
-    synced = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd)) or real(fd))
+    synced = system_calls.record(monkeypatch, "fsync")
     markers.pin(tmp_path)
     synced.clear()
     markers.unpin(tmp_path)
-    assert [found.st_ino for found in synced] == [tmp_path.stat().st_ino]
+    assert synced == [("fsync", str(tmp_path))]
     markers.unpin(tmp_path)
     assert len(synced) == 1
 

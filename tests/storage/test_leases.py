@@ -15,7 +15,7 @@ import pytest
 from flaxckpt import errors
 from flaxckpt._storage import leases
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams
+from tests.helpers import seams, system_calls
 
 KINDS = ("disk", "store")
 LIMIT_SECS = {"disk": 60, "store": 360}
@@ -345,10 +345,7 @@ def test_deletion_may_remove_its_own_announcement(path):
 @on_disk
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EIO])
 def test_only_full_disk_permits_unannounced_deletion(path, monkeypatch, code):
-    def touch(file):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(Path, "touch", touch)
+    system_calls.fail(monkeypatch, Path, "touch", code)
     begun = []
     with contextlib.suppress(OSError), leases.deletion(path):
         begun.append(code)
@@ -357,10 +354,7 @@ def test_only_full_disk_permits_unannounced_deletion(path, monkeypatch, code):
 
 @on_disk
 def test_deletion_ignores_failed_removal_of_announcement(path, monkeypatch):
-    def unlink(file, missing_ok=False):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", unlink)
+    system_calls.fail(monkeypatch, Path, "unlink", errno.EACCES)
     with leases.deletion(path):
         pass
     assert names(path) == ["DELETING", "file"]

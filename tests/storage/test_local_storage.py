@@ -1,5 +1,7 @@
 """Each operation of storage on a disk: what it returns, makes durable and refuses."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -22,24 +24,19 @@ from flaxckpt._storage import (
     transaction,
 )
 from flaxckpt._storage.storage import LOCAL
-from tests.helpers import seams
+from tests.helpers import seams, system_calls
 
 
 class Disk:
-    """Notes what is synced, as names below a root, and what was in a synced file."""
+    """Notes what is synced, as names below a root."""
 
     def __init__(self, monkeypatch, root):
-        self.root = root
-        self.synced = []
-        self._real = os.fsync
-        self._lock = threading.Lock()
-        monkeypatch.setattr(os, "fsync", self._sync)
+        self._root = root
+        self._calls = system_calls.record(monkeypatch, "fsync")
 
-    def _sync(self, descriptor):
-        self._real(descriptor)
-        path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        with self._lock:
-            self.synced.append(str(path.relative_to(self.root)))
+    @property
+    def synced(self):
+        return [os.path.relpath(path, self._root) for _, path in self._calls]
 
 
 @pytest.fixture
@@ -308,7 +305,7 @@ def test_forget_cached_ignores_missing_files(tree, monkeypatch):
 
 def test_write_syncs_new_file_and_rejects_existing(tmp_path, disk, monkeypatch):
     contents = []
-    real = disk._sync
+    real = os.fsync
     monkeypatch.setattr(
         os,
         "fsync",
@@ -346,17 +343,12 @@ def test_file_is_private_before_it_has_content(tmp_path, monkeypatch, umask):
 
 
 def test_failed_replace_leaves_no_temporary_file(tmp_path, monkeypatch):
-    def fail(*given):
-        raise PermissionError(13, "Permission denied")
-
     make(tmp_path, a=b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
-        with pytest.raises(PermissionError):
-            LOCAL.replace(tmp_path / "a", b"new")
-    monkeypatch.setattr(Path, "replace", None)
-    with pytest.raises(TypeError):
-        LOCAL.replace(tmp_path / "a", b"new")
+    for owner, name in ((os, "open"), (Path, "replace")):
+        with monkeypatch.context() as patch:
+            system_calls.fail(patch, owner, name, errno.EACCES)
+            with pytest.raises(PermissionError):
+                LOCAL.replace(tmp_path / "a", b"new")
     assert LOCAL.names(tmp_path) == ["a"]
 
 
@@ -389,9 +381,8 @@ def test_sync_tree_syncs_root_last(tree, disk, monkeypatch):
     below = ["tree", "tree/a", "tree/a/c", "tree/a/d", "tree/b"]
     assert sorted(disk.synced) == [*below, "tree/z", "tree/z/e", "tree/z/e/f"]
     assert disk.synced[-1] == "tree"
-    disk.synced.clear()
     LOCAL.sync_files([tree / "b", tree / "a"], 1)
-    assert disk.synced == ["tree/b", "tree/a"]
+    assert disk.synced[8:] == ["tree/b", "tree/a"]
 
 
 def test_sync_tree_rejects_pipe_without_waiting(tmp_path):
@@ -495,11 +486,8 @@ def test_lock_file_tolerates_missing_permission_and_lock_support(tmp_path, monke
             raise PermissionError(13, "Permission denied")
         return real(path, flags, *given)
 
-    def flock(descriptor, how):
-        raise OSError(95, "Operation not supported")
-
     monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(local_storage.fcntl, "flock", flock)
+    system_calls.fail(monkeypatch, fcntl, "flock", errno.EOPNOTSUPP)
     with LOCAL.lock_file(make(tmp_path, a=b"") / "a", tmp_path):
         pass
 

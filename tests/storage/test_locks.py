@@ -1,5 +1,6 @@
 """Locks in object stores: who holds them, for how long, and who takes them over."""
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import locks
 from tests.helpers import faulty_store as faulty
-from tests.helpers import seams
+from tests.helpers import seams, system_calls
 
 ELSEWHERE = locks._Holder("x", "elsewhere boot ns", 17, "1")
 UNREADABLE = {
@@ -588,11 +589,8 @@ def test_boot_and_process_namespace_identify_machine():
 
 
 def test_host_name_identifies_machine_without_proc(monkeypatch):
-    def fail(path):
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-
-    monkeypatch.setattr(Path, "read_text", fail)
-    monkeypatch.setattr(Path, "readlink", fail)
+    for name in ("read_text", "readlink"):
+        system_calls.fail(monkeypatch, Path, name, errno.ENOENT)
     assert locks._machine() == socket.gethostname()
 
 

@@ -1,6 +1,7 @@
 """Temporary directories: whose they are, and what a sweep removes."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import subprocess
@@ -12,7 +13,7 @@ import types
 import pytest
 
 from flaxckpt._storage import rename, temporary
-from tests.helpers import seams
+from tests.helpers import seams, system_calls
 
 WRITING = "7.orbax-checkpoint-tmp-writing-0123abcd"
 REPLACED = "7.orbax-checkpoint-tmp-replaced-0123abcd"
@@ -241,11 +242,8 @@ def test_claim_rejects_files_and_links(tmp_path, kind):
 
 
 def test_claims_directory_on_file_system_without_locks(tmp_path, monkeypatch):
-    def fail(descriptor, how):
-        raise OSError(95, "Operation not supported")
-
     path = leave(tmp_path, WRITING)
-    monkeypatch.setattr(temporary.fcntl, "flock", fail)
+    system_calls.fail(monkeypatch, fcntl, "flock", errno.EOPNOTSUPP)
     with temporary.claim(path) as is_ours:
         assert is_ours
 

@@ -382,15 +382,18 @@ def unannounced(path):
 
 
 PLANTED_IN_DELETIONS = {
-    "looks before it announces": ("deletion", unannounced),
-    "looks for no reader": ("readers", lambda path: []),
-    "looks for no deletion": ("is_being_deleted", lambda path: not path.is_dir()),
+    "looks before it announces": ("leases.deletion", unannounced),
+    "looks for no reader": ("leases.readers", lambda path: []),
+    "looks for no deletion": (
+        "leases.is_being_deleted",
+        lambda path: not path.is_dir(),
+    ),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED_IN_DELETIONS)
 def test_model_rejects_traces_of_faulty_deletions(tmp_path, monkeypatch, planted):
-    monkeypatch.setattr(leases, *PLANTED_IN_DELETIONS[planted])
+    seams.replace(monkeypatch, *PLANTED_IN_DELETIONS[planted])
     found = [
         why
         for kinds in (("deleter", "reader"), ("reader", "deleter"))
