@@ -22,7 +22,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
-from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN, OnSteps
+from flaxckpt.policies import BestN, EveryNSecs, EveryNSteps, LatestN
 from tests.helpers import (
     chunks,
     faulty_store,
@@ -39,7 +39,6 @@ SMALL = "state/d/0.small.0"
 """The file of the arrays of a small state, in a step."""
 
 ACC = "eval/accuracy"
-BEST_2 = [LatestN(1), BestN(2, ACC, "max")]
 
 
 def names(directory):
@@ -168,66 +167,6 @@ def test_metric_of_one_step_is_enough(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_keeps_best_and_periodic_steps_beside_latest(tmp_path):
-    keep = [LatestN(1), BestN(2, ACC, "max"), EveryNSteps(3)]
-    found = {}
-    for step in range(10):
-        found[step] = save(tmp_path, step, keep=keep)
-        put_metrics(tmp_path, **{f"s{step}": step / 10})
-    # T5X has 5, too: it looks for the best two among the others, and 6 is not one.
-    assert found[8] == [0, 3, 6, 7, 8]
-    assert found[9] == [0, 3, 6, 7, 8, 9]
-
-
-class Unmeasured:
-    """Keeps what nobody has measured yet."""
-
-    def preserved(self, checkpoints):
-        return {c.step for c in checkpoints if ACC not in c.metrics}
-
-
-def test_keeps_steps_without_metrics_like_t5x(tmp_path):
-    keep = [LatestN(1), BestN(1, ACC, "max")]
-    save(tmp_path, 41, 42, keep=[*keep, Unmeasured()])
-    for step, accuracy in ((43, 0.6), (44, 0.5), (45, 0.4)):
-        found = save(tmp_path, step, keep=[*keep, Unmeasured()])
-        put_metrics(tmp_path, **{f"s{step}": accuracy})
-        assert found == {43: [41, 42, 43], 44: [41, 42, 43, 44]}.get(
-            step, [41, 42, 43, 45]
-        )
-    assert save(tmp_path, 46, keep=keep) == [43, 46]
-
-
-def test_keeps_pinned_step_among_few_metrics_like_t5x(tmp_path):
-    keep = [LatestN(1), BestN(1, ACC, "max"), Unmeasured()]
-    save(tmp_path, 41, 42, 43)
-    put_metrics(tmp_path, s43=0.6)
-    for step in (41, 43):
-        flaxckpt.Checkpointer(tmp_path).pin(step)
-    assert save(tmp_path, 44, keep=keep) == [41, 42, 43, 44]
-    put_metrics(tmp_path, s44=0.5)
-    assert save(tmp_path, 45, keep=keep) == [41, 42, 43, 45]
-
-
-def test_finds_best_of_many_steps_after_restart_like_t5x(tmp_path):
-    save_many(tmp_path, range(1, 31))
-    put_metrics(tmp_path, **{f"s{s}": float(s in (12, 23)) for s in range(1, 31)})
-    save(tmp_path, 31, keep=BEST_2)  # a slow machine leaves deletions for the next time
-    with flaxckpt.Checkpointer(tmp_path, keep=BEST_2) as ckpt:
-        ckpt.prune()
-        assert ckpt.steps() == [12, 23, 31]
-
-
-def test_does_not_count_pinned_step_twice_like_t5x(tmp_path):
-    save(tmp_path, 42, 43, 44)
-    put_metrics(tmp_path, s42=0.9, s43=0.7, s44=0.8)
-    flaxckpt.Checkpointer(tmp_path).pin(43)
-    assert save(tmp_path, 45, keep=BEST_2) == [42, 43, 44, 45]
-    save(tmp_path, 46)
-    flaxckpt.Checkpointer(tmp_path).unpin(43)
-    assert save(tmp_path, 47, keep=BEST_2) == [42, 44, 47]
-
-
 def test_keeps_dataset_states_of_fewer_steps_like_t5x(tmp_path):
     options = {"keep": [LatestN(2)], "keep_dataset": [LatestN(1)]}
     for step, wanted in ((42, {42: True}), (43, {42: False, 43: True})):
@@ -294,10 +233,6 @@ def test_uses_creation_time_recorded_by_orbax(tmp_path):
     assert seen[2:] == seen[:2]
 
 
-def test_keeps_chosen_steps(tmp_path):
-    assert save(tmp_path, *range(6), keep=[OnSteps({1, 3, 99})]) == [1, 3, 5]
-
-
 def test_metrics_of_other_process_count_without_reload(tmp_path):
     with flaxckpt.Checkpointer(tmp_path, keep=[BestN(1, ACC, "max")]) as trainer:
         trainer.save(1, state(1), metrics={"loss": 1.0}).wait()
@@ -342,36 +277,6 @@ def test_restores_temporary_step_after_restart(tmp_path):
         strategies.assert_same(state(2), ckpt.restore())
         ckpt.save(3, state(3))
     assert ckpt.steps() == [1, 3]
-
-
-def test_temporary_steps_do_not_displace_others(tmp_path):
-    keep = [LatestN(2), EveryNSteps(10), EveryNSecs(1e-9)]
-    with flaxckpt.Checkpointer(tmp_path, keep=keep[:2]) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state(step))
-        ckpt.save(10, state(10), temporary=True).wait()
-        assert ckpt.steps() == [2, 3, 10]
-        ckpt.save(11, state(11), temporary=True).wait()
-        assert ckpt.steps() == [2, 3, 10, 11]
-    ckpt = flaxckpt.Checkpointer(tmp_path, keep=keep[2:])
-    assert ckpt.explain()[11] == ["newest", "temporary"]
-
-
-def test_keeps_temporary_step_if_best_pinned_or_chosen(tmp_path):
-    keep = [BestN(1, ACC, "max"), OnSteps([3])]
-    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
-        ckpt.save(1, state(1), metrics={ACC: 0.9}, temporary=True).wait()
-        ckpt.save(2, state(2), temporary=True).wait()
-        ckpt.pin(2)
-        for step in (3, 4, 5, 6):
-            ckpt.save(step, state(step), temporary=True).wait()
-    assert ckpt.explain() == {
-        1: ["BestN(1, 'eval/accuracy', 'max')"],
-        2: ["pinned"],
-        3: ["OnSteps([3])"],
-        5: ["temporary"],
-        6: ["newest", "temporary"],
-    }
 
 
 @pytest.mark.parametrize("on_exists", ["overwrite", "skip"])
