@@ -758,7 +758,7 @@ def test_suggested_code_matches_transforms(tmp_path):
 )
 def test_work_grows_linearly_with_leaves(kind, tmp_path):
     counts = []
-    for size in (300, 600):
+    for size in (150, 300):
         source, target = _flat_model(kind, size)
         path = write_source(tmp_path / f"{size}.npz", source)
         profile = cProfile.Profile()

@@ -472,10 +472,10 @@ def test_rejects_file_as_run_directory(run_dir):
 
 
 def test_wait_times_out(run_dir, monkeypatch):
-    real = seams.current("save.write_snapshot")
+    real, may_end = seams.current("save.write_snapshot"), threading.Event()
 
     def slow(snapshot):
-        time.sleep(0.3)
+        assert may_end.wait(60)
         return real(snapshot)
 
     seams.replace(monkeypatch, "save.write_snapshot", slow)
@@ -484,6 +484,7 @@ def test_wait_times_out(run_dir, monkeypatch):
         handle.wait(timeout_secs=0.01)
     assert isinstance(info.value, TimeoutError)
     assert not handle.done()
+    may_end.set()
     assert handle.wait().bytes_written > 0
 
 
