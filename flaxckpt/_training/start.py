@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from flaxckpt import _checkpoint, _state, _storage, _util, errors
+from flaxckpt import _checkpoint, _state, _steps, _storage, _util, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._maps import named
 from flaxckpt._run.checkpointer import Checkpointer, resume, session_of
@@ -67,9 +67,12 @@ def restore_or_init(
                 " position",
                 step,
             )
+        if source is not None:
+            _warn_of_ignored(checkpointer, source)
         return restored, step
     if source is None or not _is_within(source, session.run):
         _raise_for(session, left_out)
+    _warn_of_lost(session.run)
     if source is not None:
         options = _with_map(options, source_map, source, state)
         return session.load_source(source, state, options, step=source_step)
@@ -82,6 +85,46 @@ def restore_or_init(
         )
     _log.info("no checkpoint in %s: starting a new run", checkpointer.directory)
     return state, 0
+
+
+def _warn_of_ignored(checkpointer: Checkpointer, source: PathLike) -> None:
+    """Logs a warning if a run with steps did not begin from `source`."""
+    path = _storage.paths.resolve(source)
+    origin = checkpointer.lineage[0].path if checkpointer.lineage else None
+    if origin is not None:
+        began = _storage.paths.from_text(origin)
+        is_pointer = origin.startswith(f"{path}-")  # checkpoint.bv -> checkpoint.bv-1
+        if path in (began, *began.parents) or is_pointer:
+            return
+    _log.warning(
+        "source=%r is not read: %s has steps, and the run continues; it began %s. To"
+        " begin from the source, choose another directory",
+        str(source),
+        checkpointer.directory,
+        "without a source" if origin is None else f"from {origin}",
+    )
+
+
+def _warn_of_lost(run: RunSteps) -> None:
+    """Logs a warning if the journal has a step that no one has deleted."""
+    if not _util.job.is_first():
+        return
+    kinds = {
+        event.step: event.kind
+        for directory in {run.saves_in, run.directory}
+        for event in _steps.journal.recent(directory / _steps.journal.NAME)
+        if event.kind in ("committed", "deleted")
+        and run.format.step(event.path.rstrip("/").rpartition("/")[2]) == event.step
+    }
+    lost = [step for step, kind in kinds.items() if step and kind == "committed"]
+    if lost:
+        _log.warning(
+            "%s has no step, although its journal has the save of step %d, and no"
+            " deletion: the training begins anew. Are all files here, and is this the"
+            " disk of the run? To begin anew on purpose, choose another directory",
+            run.directory,
+            max(lost),
+        )
 
 
 def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -> None:

@@ -344,6 +344,39 @@ def test_source_does_not_replace_steps_with_other_names(tmp_path, source, name):
     assert begin(tmp_path / "run", fresh, source=tmp_path / "run")[1] == 0
 
 
+def test_resume_tells_that_another_source_is_not_read(tmp_path, source, caplog):
+    path, old = source
+    flaxckpt.save(tmp_path / "other", old)
+    fresh = state_of(2, seed=1)
+    with flaxckpt.Checkpointer(tmp_path / "alone") as ckpt:
+        ckpt.save(1, fresh)
+    begin(tmp_path / "run", fresh, source=path)
+    for run, given, began in (
+        ("run", path, None),
+        ("run", tmp_path / "other", f"it began from {path}"),
+        ("alone", path, "it began without a source"),
+    ):
+        caplog.clear()
+        assert begin(tmp_path / run, fresh, source=given)[1] > 0
+        told = [r.message for r in caplog.records if "is not read" in r.message]
+        assert bool(told) == (began is not None)
+        assert began is None or began in told[0]
+
+
+def test_run_whose_steps_are_gone_does_not_begin_anew_in_silence(tmp_path, caplog):
+    fresh = state_of(2, seed=1)
+    assert begin(tmp_path / "run", fresh)[1] == 0
+    assert not caplog.records
+    shutil.rmtree(tmp_path / "run" / "1")
+    assert begin(tmp_path / "run", fresh)[1] == 0
+    assert "its journal has the save of step 1, and no deletion" in caplog.text
+    caplog.clear()
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.delete(1)
+    assert begin(tmp_path / "run", fresh)[1] == 0
+    assert not caplog.records
+
+
 def test_link_with_a_name_of_another_format_is_no_empty_run(tmp_path, source):
     _, old = source
     flaxckpt.save(tmp_path / "elsewhere", old)
