@@ -72,12 +72,12 @@ def test_does_not_delete_foreign_files(root):
         return ["notes.txt", "opt/mine"]
 
     with pytest.raises(errors.SaveFailedError, match=r"(?s)1 is not.*notes.*opt/mine"):
-        delete(root / "1", find_foreign=foreign)
+        delete.delete(root / "1", find_foreign=foreign)
     with pytest.raises(errors.SaveFailedError, match="opt/mine") as info:
-        delete_item(root / "1", "opt", find_foreign=foreign)
+        delete.delete_item(root / "1", "opt", find_foreign=foreign)
     assert "notes" not in str(info.value), "it stays"
     assert {"opt", "state"} <= {*entries(root / "1")}
-    delete_item(root / "1", "state", find_foreign=foreign)
+    delete.delete_item(root / "1", "state", find_foreign=foreign)
     assert "state" not in entries(root / "1")
 
 
