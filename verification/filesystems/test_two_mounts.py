@@ -16,9 +16,9 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage import temporary
 from flaxckpt.policies import LatestN
 from tests import ROOT
+from tests.helpers import gates
 
 ROUNDS = 8
 VISIBLE_SECS = 90
@@ -213,13 +213,16 @@ def open_and_close(directory):
 
 
 @pytest.mark.slow
-def test_does_not_sweep_running_save_through_other_mount(both):
+def test_does_not_sweep_running_save_through_other_mount(both, monkeypatch):
     first, second = both
     other = Other(open_and_close, second)
-    with temporary.new_directory(first / "7") as directory:
-        (directory / "file").write_text("half")
+    gate = gates.Gate(monkeypatch, "sync")
+    with flaxckpt.Checkpointer(first) as ckpt:
+        handle = gate.hold(lambda: ckpt.save(7, state(7)))
+        [directory] = first.glob("7.*")
         await_true(lambda: (second / directory.name).exists())
         other.tell("")
         assert other.line() == "opened"
-        assert (directory / "file").read_text() == "half"
+        handle.wait()
+    assert is_state(flaxckpt.load(first / "7"), 7, 0)
     other.end()
