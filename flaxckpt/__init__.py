@@ -19,13 +19,7 @@ if TYPE_CHECKING:
     )
     from flaxckpt._checkpoint.load_handle import LoadHandle
     from flaxckpt._checkpoint.plan import LeafPlan, RestorePlan
-    from flaxckpt._checkpoint.restore import (
-        load,
-        load_async,
-        metadata,
-        open_leaf,
-        plan,
-    )
+    from flaxckpt._checkpoint.restore import load, load_async, metadata, open_leaf, plan
     from flaxckpt._checkpoint.save import save, save_async
     from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
     from flaxckpt._checkpoint.verify import verify

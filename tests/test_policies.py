@@ -392,10 +392,7 @@ def test_pinning_changes_no_other_decision_as_in_t5x():
         ),
         (
             [LatestN(1), BestN(2, ACC, "max")],
-            [
-                *run(acc={s: float(s in (42, 53)) for s in range(1, 101)}),
-                *plain(101),
-            ],
+            [*run(acc={s: float(s in (42, 53)) for s in range(1, 101)}), *plain(101)],
             [],
             [42, 53, 101],
         ),
@@ -503,11 +500,7 @@ def test_latest_duration_keeps_contiguous_end_of_run(secs, saved):
         assert permanent[-1].created - known > secs or c.created != known
 
 
-@given(
-    st.integers(1, 40),
-    st.integers(2, 15),
-    st.data(),
-)
+@given(st.integers(1, 40), st.integers(2, 15), st.data())
 def test_clock_jump_deletes_nothing(secs, count, data):
     true = [10 * step for step in range(count)]
     at = data.draw(st.integers(0, count - 1))

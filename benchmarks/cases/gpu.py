@@ -88,9 +88,7 @@ def _copies(device: jax.Device) -> dict[str, Callable[[PyTree], object]]:
     beside = jax.sharding.SingleDeviceSharding(device)
     program = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 
-    def put(
-        sharding: jax.sharding.Sharding,
-    ) -> Callable[[PyTree], object]:
+    def put(sharding: jax.sharding.Sharding) -> Callable[[PyTree], object]:
         return lambda state: jax.block_until_ready(
             jax.device_put(state, sharding, may_alias=False)
         )

@@ -67,9 +67,7 @@ def run(settings: Settings) -> Rows:
 
 
 def _loop(
-    state: TrainState,
-    train_step: TrainStep,
-    save: Callable[[int, TrainState], None],
+    state: TrainState, train_step: TrainStep, save: Callable[[int, TrainState], None]
 ) -> float:
     """Trains as many steps after the last save as before the first; returns seconds."""
     start = time.perf_counter()

@@ -19,10 +19,7 @@ def run(settings: Settings) -> Rows:
     for turn in timing.turns(list(JOBS), settings.rounds, warm_up=False):
         with timing.scratch(settings.directory) as scratch:
             rows = several.run(
-                job_save.__name__,
-                JOBS[turn.contender],
-                scratch,
-                quick=settings.quick,
+                job_save.__name__, JOBS[turn.contender], scratch, quick=settings.quick
             )
         for row in rows:
             yield Sample(Series(CASE, "commit", turn.contender), row["seconds"])

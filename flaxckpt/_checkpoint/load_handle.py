@@ -114,11 +114,7 @@ class LoadHandle:
 def _with_settings(
     device: jax.Device | str | None, *, x64: bool, mesh: Mesh | None
 ) -> Iterator[None]:
-    with (
-        jax.default_device(device),
-        jax.enable_x64(x64),
-        _state.meshes.use(mesh),
-    ):
+    with jax.default_device(device), jax.enable_x64(x64), _state.meshes.use(mesh):
         yield
 
 

@@ -25,13 +25,7 @@ from flaxckpt._checkpoint.mismatch import (
 from flaxckpt._checkpoint.plan import Action, LeafPlan, RestorePlan
 from flaxckpt._checkpoint.stored_paths import StoredPaths
 from flaxckpt._formats.reader import Stored
-from flaxckpt._state.leaf import (
-    Leaf,
-    LeafInfo,
-    LeafTable,
-    MeshAxes,
-    StoredLeaf,
-)
+from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, MeshAxes, StoredLeaf
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt.errors import Mismatch

@@ -339,10 +339,7 @@ def plan_resume(state: PyTree, begin: PyTree, options: RestoreOptions) -> Restor
 
 
 def _succeeds_without(
-    stored: Stored,
-    target: PyTree,
-    options: RestoreOptions,
-    patterns: Sequence[str],
+    stored: Stored, target: PyTree, options: RestoreOptions, patterns: Sequence[str]
 ) -> bool:
     """Returns True if a restore that drops the leaves of `patterns` would succeed."""
     drops = [*from_text.parse(drop=patterns), *options.transforms]
@@ -621,9 +618,7 @@ def _describe_parts(path: Path) -> str | None:
 
 
 def _convert_numbers(
-    path: str,
-    numbers: Sequence[planner.ComputedNumber],
-    values: Mapping[LeafPath, Any],
+    path: str, numbers: Sequence[planner.ComputedNumber], values: Mapping[LeafPath, Any]
 ) -> dict[LeafPath, Any]:
     """Returns computed Python numbers, converted to the leaves of the state."""
     placed = {}
@@ -702,9 +697,7 @@ def _read_options(
 
 
 def _warn_of_differences(
-    planned: RestorePlan,
-    recipe: planner.Recipe,
-    options: RestoreOptions,
+    planned: RestorePlan, recipe: planner.Recipe, options: RestoreOptions
 ) -> None:
     """Logs warnings about unread leaves and about newly initialized leaves."""
     assert recipe.flat is not None

@@ -22,15 +22,7 @@ from typing import TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from flaxckpt import (
-    _arrays,
-    _distributed,
-    _formats,
-    _steps,
-    _storage,
-    datasets,
-    errors,
-)
+from flaxckpt import _arrays, _distributed, _formats, _steps, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
 from flaxckpt._checkpoint.commit import Snapshot, WrittenFiles
 from flaxckpt._distributed.messages import LATE, ApartError

@@ -18,10 +18,7 @@ class StoredPaths:
     """Finds stored leaves, after transforms, by the paths of wanted leaves."""
 
     def __init__(
-        self,
-        stored: Stored,
-        table: LeafTable,
-        wanted: _state.flax_state.FlatState,
+        self, stored: Stored, table: LeafTable, wanted: _state.flax_state.FlatState
     ) -> None:
         self._stored = stored
         self._table = table

@@ -410,11 +410,7 @@ def _check_seal(path: Path, seal_name: str, wanted: bytes) -> None:
 
 
 def _metrics_checks(
-    path: Path,
-    findings: verify_report.Findings,
-    step: int | None,
-    *,
-    is_digested: bool,
+    path: Path, findings: verify_report.Findings, step: int | None, *, is_digested: bool
 ) -> list[Check]:
     """Returns the checks of the metrics, which are of `step`, or of any if None.
 

@@ -37,15 +37,7 @@ if TYPE_CHECKING:
     from flaxckpt._report.gathering import ReportOptions, gather
     from flaxckpt._report.offline import page
 
-__all__ = [
-    "Report",
-    "ReportOptions",
-    "data",
-    "flight_recorder",
-    "gather",
-    "page",
-    "ui",
-]
+__all__ = ["Report", "ReportOptions", "data", "flight_recorder", "gather", "page", "ui"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(

@@ -13,13 +13,7 @@ from typing import Any, TypeAlias
 
 from flaxckpt._inspect import best_step
 from flaxckpt._report import chart_data, copies, flight_recorder
-from flaxckpt._report.data import (
-    Integrity,
-    MetricValue,
-    Report,
-    TreeRow,
-    last_good,
-)
+from flaxckpt._report.data import Integrity, MetricValue, Report, TreeRow, last_good
 
 MOST_STEPS = 200
 """Row limit of the table of steps, which keeps the page of a long run small."""

@@ -375,9 +375,7 @@ def _rank(group: str) -> tuple[bool, bool, str]:
 
 
 def _leaf_histories(
-    root: Path,
-    repeated: Sequence[copies.Copy],
-    infos: Mapping[LeafPath, LeafInfo],
+    root: Path, repeated: Sequence[copies.Copy], infos: Mapping[LeafPath, LeafInfo]
 ) -> tuple[LeafHistory, ...]:
     """Returns the recorded statistics of leaves; a step saved again counts once.
 

@@ -31,11 +31,7 @@ _CHECKED_IN_STORES = 1
 
 
 def check_steps(
-    root: Path,
-    steps: Sequence[Step],
-    *,
-    every: bool,
-    known: Sequence[Integrity] = (),
+    root: Path, steps: Sequence[Step], *, every: bool, known: Sequence[Integrity] = ()
 ) -> tuple[Integrity, ...]:
     """Returns the integrity of each of `steps`, in order, the newest last.
 

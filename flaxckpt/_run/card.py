@@ -21,9 +21,7 @@ _MOST_METRICS = 3
 
 
 def of_run(
-    run: Checkpointer,
-    rules: Callable[[], judge.Rules],
-    path_of: Callable[[int], Path],
+    run: Checkpointer, rules: Callable[[], judge.Rules], path_of: Callable[[int], Path]
 ) -> str:
     """Returns an HTML card of the current steps of a run; never raises."""
     try:
@@ -37,9 +35,7 @@ def of_run(
 
 
 def _card(
-    run: Checkpointer,
-    rules: Callable[[], judge.Rules],
-    path_of: Callable[[int], Path],
+    run: Checkpointer, rules: Callable[[], judge.Rules], path_of: Callable[[int], Path]
 ) -> str:
     steps = run.steps()
     reasons = run.explain()

@@ -552,9 +552,7 @@ class Checkpointer(Closing):
             poll_secs: Seconds between two listings of the directory.
         """
         return watch.new_steps(
-            self._paths,
-            timeout_secs=timeout_secs,
-            poll_secs=poll_secs,
+            self._paths, timeout_secs=timeout_secs, poll_secs=poll_secs
         )
 
     # ---- keeping and deleting ------------------------------------------------

@@ -183,9 +183,7 @@ class Judge:
         )
 
     def find_reasons(
-        self,
-        keep: Sequence[PreservationPolicy],
-        steps: Mapping[int, run_index.RunStep],
+        self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
     ) -> dict[int, list[str]]:
         """Returns the reasons of the policies `keep` for keeping each step."""
         reasons = policies.decide(
@@ -272,9 +270,7 @@ class Judge:
         return Judged(reasons, doomed, kept_items, damage, newest_damage)
 
     def _notable(
-        self,
-        keep: Sequence[PreservationPolicy],
-        steps: Mapping[int, run_index.RunStep],
+        self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
     ) -> set[int]:
         """Returns the newest step, and the best steps by the policies `keep`."""
         ranked = [*steps.values()]
@@ -282,9 +278,7 @@ class Judge:
         return {*list(steps)[-1:]}.union(*best)
 
     def _name_markers(
-        self,
-        steps: Mapping[int, run_index.RunStep],
-        reasons: Mapping[int, list[str]],
+        self, steps: Mapping[int, run_index.RunStep], reasons: Mapping[int, list[str]]
     ) -> None:
         for number, why in reasons.items():
             if steps[number].markers.waiting:

@@ -33,10 +33,7 @@ class RunStep:
     """
 
     def __init__(
-        self,
-        entry: _Entry,
-        values: _Values,
-        elsewhere: Mapping[str, float],
+        self, entry: _Entry, values: _Values, elsewhere: Mapping[str, float]
     ) -> None:
         self.step = entry.step
         self.path = entry.path

@@ -11,15 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import (
-    _arrays,
-    _checkpoint,
-    _distributed,
-    _steps,
-    _storage,
-    _util,
-    errors,
-)
+from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util, errors
 from flaxckpt._checkpoint import save_handle
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult

@@ -106,9 +106,7 @@ def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
 
 
 def _describe_jax(
-    path: LeafPath,
-    keys: tuple[tree.Key, ...],
-    value: jax.Array | jax.ShapeDtypeStruct,
+    path: LeafPath, keys: tuple[tree.Key, ...], value: jax.Array | jax.ShapeDtypeStruct
 ) -> LeafInfo | str:
     # An abstract array is where its sharding says.
     sharding = value.sharding if getattr(value, "committed", True) else None

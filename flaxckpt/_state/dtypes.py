@@ -42,15 +42,7 @@ _STORED_AS_IS = frozenset(
 """Types supported by TensorStore's zarr3 driver and restored by stock Orbax."""
 
 STORED_AS_BYTES = frozenset(
-    {
-        "uint2",
-        "uint4",
-        "int1",
-        "uint1",
-        "float8_e4m3",
-        "float6_e2m3fn",
-        "float6_e3m2fn",
-    }
+    {"uint2", "uint4", "int1", "uint1", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"}
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 

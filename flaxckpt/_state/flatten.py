@@ -64,8 +64,7 @@ def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
         if not level:
             return
     raise errors.LeafNameError(
-        dict([_too_deep(tree, is_leaf)]),
-        "Remove the reference, or flatten the state.",
+        dict([_too_deep(tree, is_leaf)]), "Remove the reference, or flatten the state."
     )
 
 
@@ -159,8 +158,7 @@ def walk(
     structure = _visit(walker, tree, (), "", 0)
     if walker.faults:
         raise errors.LeafNameError(
-            walker.faults,
-            "Use str or int keys that differ when written as text.",
+            walker.faults, "Use str or int keys that differ when written as text."
         )
     return structure
 

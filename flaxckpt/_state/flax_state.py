@@ -166,10 +166,7 @@ def flatten(
         restore_objects,
         objects,
         tuple(
-            (
-                (*keys, _OPT_STATE),
-                flatten_plain(node.opt_state).structure,
-            )
+            ((*keys, _OPT_STATE), flatten_plain(node.opt_state).structure)
             for keys, node in optimizers
         ),
         repeated,

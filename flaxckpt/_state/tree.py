@@ -236,9 +236,7 @@ class LeafPlace(NamedTuple):
 
 
 def leaf_places(
-    structure: Node | LeafPath,
-    keys: tuple[Key, ...] = (),
-    path: LeafPath = "",
+    structure: Node | LeafPath, keys: tuple[Key, ...] = (), path: LeafPath = ""
 ) -> list[LeafPlace]:
     """Returns the places of all leaves and empty containers, in order.
 

@@ -168,9 +168,7 @@ class StepIndex(Generic[_T]):
 
 
 def list_committed(
-    root: Path,
-    step_format: names.StepFormat,
-    recognise: Callable[[Path], _T | None],
+    root: Path, step_format: names.StepFormat, recognise: Callable[[Path], _T | None]
 ) -> list[Entry[_T]]:
     """Returns the committed steps under a run directory, ascending, from listings."""
     with _storage.permissions.explain_errors(root):

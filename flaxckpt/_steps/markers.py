@@ -302,14 +302,7 @@ def read_upload_marker(path: Path) -> UploadMarker | None:
         )
     except FileNotFoundError:
         return None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return UploadMarker()  # an unreadable marker counts, too
 
 

@@ -131,10 +131,7 @@ def list_formats(name: str) -> list[StepFormat]:
     if number(name) is None or is_refused:
         return []
     width = len(name) - len(start)
-    formats = (
-        StepFormat(f"{start}{{step}}"),
-        StepFormat(f"{start}{{step:0{width}d}}"),
-    )
+    formats = (StepFormat(f"{start}{{step}}"), StepFormat(f"{start}{{step:0{width}d}}"))
     return [each for each in formats if each.step(name) is not None]
 
 

@@ -12,22 +12,11 @@ import operator
 import os
 import shutil
 import stat
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import (
-    files,
-    modes,
-    temporary,
-)
+from flaxckpt._storage import files, modes, temporary
 from flaxckpt._storage.stored_value import WalkedEntry, WrittenMarker
 from flaxckpt._types import JSON
 
@@ -314,13 +303,7 @@ class LocalStorage:
             os.close(descriptor)
 
     def append_lines(
-        self,
-        file: Path,
-        lines: bytes,
-        max_bytes: int,
-        /,
-        *,
-        mode: int | None = None,
+        self, file: Path, lines: bytes, max_bytes: int, /, *, mode: int | None = None
     ) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         bits = 0o666 if mode is None else modes.of_file(modes.PRIVATE)

@@ -12,14 +12,7 @@ whole checkpoints, and `listing` what can be said of all files below a directory
 from __future__ import annotations
 
 import io
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -268,13 +261,7 @@ class Storage(Protocol[_Path]):
         """
 
     def append_lines(
-        self,
-        file: _Path,
-        lines: bytes,
-        max_bytes: int,
-        /,
-        *,
-        mode: int | None = None,
+        self, file: _Path, lines: bytes, max_bytes: int, /, *, mode: int | None = None
     ) -> None:
         """Appends whole lines; concurrent writers may append to the same file.
 

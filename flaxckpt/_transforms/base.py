@@ -50,9 +50,7 @@ class TableTransform(abc.ABC):
 
 
 def apply(
-    transforms: Sequence[Transform],
-    table: LeafTable,
-    wanted: LeafTable | None = None,
+    transforms: Sequence[Transform], table: LeafTable, wanted: LeafTable | None = None
 ) -> LeafTable:
     """Applies `transforms` to a table in order; on restore, to fill `wanted`."""
     for transform in transforms:

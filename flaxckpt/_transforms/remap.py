@@ -11,14 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -210,10 +203,7 @@ class Remap(TableTransform):
         return self._fit(matches, counts, table)
 
     def _fit(
-        self,
-        matches: Sequence[_Matches],
-        counts: Mapping[str, int],
-        table: LeafTable,
+        self, matches: Sequence[_Matches], counts: Mapping[str, int], table: LeafTable
     ) -> list[LeafRow]:
         """Returns the rows of all rules, to whose forms all leaves must fit."""
         leaf_rows = []

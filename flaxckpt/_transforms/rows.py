@@ -18,13 +18,7 @@ from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._transforms import base, factored
 from flaxckpt._transforms.axis_maps import AxisMap
 from flaxckpt._transforms.base import NewLeaf, TableTransform, Transform
-from flaxckpt._transforms.mirrors import (
-    Mirror,
-    Mirrors,
-    Slot,
-    find_mirrors,
-    held,
-)
+from flaxckpt._transforms.mirrors import Mirror, Mirrors, Slot, find_mirrors, held
 from flaxckpt._transforms.patterns import compile_pattern
 from flaxckpt._types import LeafPath, Shape
 
@@ -351,8 +345,7 @@ def _tied(
 
 
 def _renaming(
-    known: Mapping[LeafPath, Mirror],
-    new_paths: Mapping[LeafPath, Sequence[LeafPath]],
+    known: Mapping[LeafPath, Mirror], new_paths: Mapping[LeafPath, Sequence[LeafPath]]
 ) -> Callable[[LeafPath, LeafPath], LeafPath]:
     """Returns the function from a mirror and its parameter's new path to its name."""
     first_keys: dict[str, set[str]] = {}

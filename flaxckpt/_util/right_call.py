@@ -150,9 +150,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _format(
-    name: str,
-    parameters: Mapping[str, inspect.Parameter],
-    places: Mapping[str, Any],
+    name: str, parameters: Mapping[str, inspect.Parameter], places: Mapping[str, Any]
 ) -> str:
     words = []
     has_gap = False

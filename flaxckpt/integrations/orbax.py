@@ -52,10 +52,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        *,
-        layout: ArrayLayout | None = None,
-        transforms: Sequence[Transform] = (),
+        self, *, layout: ArrayLayout | None = None, transforms: Sequence[Transform] = ()
     ) -> None:
         self._options = commit.SaveOptions(
             layout=check_layout(layout),

@@ -43,9 +43,7 @@ specs = st.sampled_from([P("x"), P(None, "x"), P("y", "x"), P(("x", "y")), P("z"
 @pytest.mark.parametrize("part_bytes", [1, 16, 100, 2**20])
 @settings(max_examples=20)
 @given(
-    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
-    spec=specs,
-    data=st.data(),
+    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple), spec=specs, data=st.data()
 )
 def test_reads_any_region_of_any_array(tmp_path_factory, shape, spec, data, part_bytes):
     array = np.arange(np.prod(shape), dtype="int16").reshape(shape)

@@ -180,10 +180,7 @@ def test_links_unchanged_file_by_checksum(tmp_path):
     old = stored(tmp_path / "old", content).path
     parts = views(content)
     assert zarr_chunk_file.link_if_equal(
-        old,
-        tmp_path / "new",
-        [*parts, memoryview(crc(*parts))],
-        compare_all=False,
+        old, tmp_path / "new", [*parts, memoryview(crc(*parts))], compare_all=False
     )
     assert (tmp_path / "new").samefile(old)
     changed = views(content[:-1] + bytes([content[-1] ^ 1]))

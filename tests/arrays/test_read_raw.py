@@ -409,10 +409,7 @@ def test_reads_files_when_mapping_fails(saved, monkeypatch):
 def test_mapped_arrays_can_be_donated_and_trained_on(saved):
     """The files stay as they are, and the values are right."""
     files = {p: p.read_bytes() for p in saved.rglob("*") if p.is_file()}
-    step = jax.jit(
-        lambda s: jax.tree.map(lambda x: x * 2, s),
-        donate_argnums=0,
-    )
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)
     state = flaxckpt.load(saved, memory_map=True)
     for _ in range(3):
         state = step(state)

@@ -182,10 +182,7 @@ def test_links_previously_saved_array_without_reading_it(tmp_path):
 
 def test_parts_of_large_chunks_have_checksums(tmp_path):
     """So that a part can be verified without the rest."""
-    flaxckpt.save(
-        tmp_path / "c",
-        {"w": np.zeros(2**15), "b": np.zeros(8)},
-    )
+    flaxckpt.save(tmp_path / "c", {"w": np.zeros(2**15), "b": np.zeros(8)})
     segments = json.loads((tmp_path / "c/flaxckpt.json").read_text())["segments"]
     assert list(segments["crc32c"]) == ["w"]
     table = flaxckpt._formats.locate.read_stored(tmp_path / "c", None).table
@@ -217,10 +214,7 @@ def test_failure_of_another_file_stops_array_writes(tmp_path):
         raise OSError("on fire")
 
     snapshot = take_snapshot(tmp_path / "c")
-    with (
-        commit.begin(snapshot) as transaction,
-        pytest.raises(OSError, match="on fire"),
-    ):
+    with commit.begin(snapshot) as transaction, pytest.raises(OSError, match="on fire"):
         commit.write_arrays(snapshot, transaction.directory, None, check)
 
 

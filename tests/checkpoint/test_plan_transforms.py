@@ -15,15 +15,7 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.cli import app
-from flaxckpt.transforms import (
-    cast,
-    copy,
-    drop,
-    map_leaf,
-    rename,
-    stack,
-    transpose,
-)
+from flaxckpt.transforms import cast, copy, drop, map_leaf, rename, stack, transpose
 
 LAYERS = {f"h{i}": {"w": np.full((4, 4), i, np.float32)} for i in range(3)}
 STACKED = {"layers": {"kernel": np.zeros((3, 4, 4), np.float32)}}

@@ -394,10 +394,7 @@ def test_template_without_devices_uses_current_mesh(tmp_path, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
     state = {"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(3)}
     flaxckpt.save(tmp_path / "run" / "1", state)
-    with (
-        jax.set_mesh(mesh),
-        flaxckpt.Checkpointer(tmp_path / "run") as run,
-    ):
+    with jax.set_mesh(mesh), flaxckpt.Checkpointer(tmp_path / "run") as run:
         template = _template(mesh, kind)
         assert not flaxckpt.plan(tmp_path / "run", template).problems
         start = flaxckpt.CheckpointCallback(run, every_steps=1)
@@ -623,8 +620,7 @@ def test_detects_missing_metadata(path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["flaxckpt.json", "_CHECKPOINT_METADATA", "state/_strings.json"],
+    "name", ["flaxckpt.json", "_CHECKPOINT_METADATA", "state/_strings.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
 def test_detects_changed_metadata(path, name, damage):

@@ -565,12 +565,7 @@ def test_restored_nnx_objects_are_new_and_share_variables(tmp_path):
     wanted = {"model": model, "optimizer": optimizer, "rngs": nnx.Rngs(7), "n": 3}
     flaxckpt.save(tmp_path / "c", wanted)
     blank = nnx.eval_shape(nnx_state)
-    template = {
-        "model": blank[0],
-        "optimizer": blank[1],
-        "rngs": nnx.Rngs(0),
-        "n": 0,
-    }
+    template = {"model": blank[0], "optimizer": blank[1], "rngs": nnx.Rngs(0), "n": 0}
     found = flaxckpt.load(tmp_path / "c", template)
     assert found["n"] == 3
     assert found["model"] is not model

@@ -313,10 +313,7 @@ def test_follows_references_in_config_dict():
         ({"layout": {"zarr_version": True}}, "layout.zarr_version must be one of 2, 3"),
         ({"layout": [1]}, "layout must be a table"),
         ({"save_dtype": [{"pattern": ".*"}]}, r"save_dtype\[0\].dtype is missing"),
-        (
-            {"save_dtype": [{"pattern": "(", "dtype": "int8"}]},
-            r"save_dtype\[0\]: .*\(",
-        ),
+        ({"save_dtype": [{"pattern": "(", "dtype": "int8"}]}, r"save_dtype\[0\]: .*\("),
         ({"save_dtype": [{"pattern": ".*", "dtype": "floaty"}]}, "floaty"),
         ({"read_only": 1}, r"read_only must be true or false, found 1 \(int\)"),
         ({"directory": 7}, r"directory must be a path, found 7 \(int\)"),

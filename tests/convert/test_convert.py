@@ -264,10 +264,7 @@ def test_error_names_all_colliding_names(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_holds_same_values(source, tmp_path, layout, limit, store):
     flaxckpt.convert(
-        source,
-        tmp_path / "c",
-        layout=LAYOUTS[layout],
-        max_concurrent_bytes=limit,
+        source, tmp_path / "c", layout=LAYOUTS[layout], max_concurrent_bytes=limit
     )
     if store == "directories":
         old_stores.make_directories(tmp_path / "c")
@@ -383,7 +380,7 @@ def test_transforms_change_names_shapes_and_types(tmp_path, format_name, limit):
                 "w": jnp.stack([layers()[f"layer_{i}"]["w"] for i in range(3)]),
                 "b": jnp.stack([jnp.arange(4.0) * 2] * 3),
             }
-        },
+        }
     }
     wanted = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wanted)
     wanted |= {"step": 3, "key": jax.random.key(1)}
@@ -589,10 +586,7 @@ def big_source(tmp_path):
 
 def kill_halfway(source, target, format_name, layout):
     code = KILLED.format(
-        src=str(source),
-        dst=str(target),
-        format=format_name,
-        layout=layout,
+        src=str(source), dst=str(target), format=format_name, layout=layout
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL

@@ -81,10 +81,7 @@ def test_overwrite_keeps_directories_with_foreign_files(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["orbax-0.12.8", "t5x-3", "safetensors", "flaxckpt-1"],
-)
+@pytest.mark.parametrize("name", ["orbax-0.12.8", "t5x-3", "safetensors", "flaxckpt-1"])
 def test_overwrite_replaces_golden_checkpoints(source, tmp_path, name):
     found = [p for p in (GOLDEN / name).rglob("*") if p.is_dir()]
     wholes = [p for p in found if flaxckpt_of(p)]
@@ -502,8 +499,7 @@ def test_overwrite_keeps_foreign_files_of_orbax_checkpoints(tmp_path, item):
     if item:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
             args = ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                extra=ocp.args.JsonSave({"a": 1}),
+                state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave({"a": 1})
             )
             writer.save(step, args)
     else:

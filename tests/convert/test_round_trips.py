@@ -38,9 +38,7 @@ LAYOUTS = {
 }
 
 legacy_cases = pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if case.name in LEGACY],
-    ids=lambda case: case.name,
+    "case", [case for case in CASES if case.name in LEGACY], ids=lambda case: case.name
 )
 
 

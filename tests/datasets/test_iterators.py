@@ -44,9 +44,7 @@ def grain_loader():
         num_records=1000, shuffle=True, seed=1, num_epochs=2
     )
     loader = grain.DataLoader(
-        data_source=range(1000),
-        sampler=sampler,
-        operations=[grain.transforms.Batch(4)],
+        data_source=range(1000), sampler=sampler, operations=[grain.transforms.Batch(4)]
     )
     return iter(loader)
 

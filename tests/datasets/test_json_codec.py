@@ -191,10 +191,7 @@ def test_rejects_newer_codec_version():
     ids=lambda content: content[:40].decode(),
 )
 def test_rejects_invalid_state_files(content):
-    files = {
-        FILE: content,
-        "metadata": b'{"codec": 2, "is_bytes": false}',
-    }
+    files = {FILE: content, "metadata": b'{"codec": 2, "is_bytes": false}'}
     with pytest.raises(errors.DatasetStateError, match="does not accept the state"):
         set_and_get(files)
 

@@ -282,10 +282,7 @@ def sizes():
         states.check_array(found["w"], value)
     # Chunks of columns, of which each process needs half of the rows.
     columns = NamedSharding(states.mesh("rows"), P(None, "x"))
-    flaxckpt.save(
-        DIRECTORY / "columns",
-        {"w": states.array(value, columns)},
-    )
+    flaxckpt.save(DIRECTORY / "columns", {"w": states.array(value, columns)})
     wanted = {"w": halves(value)}
     before = bytes_read()
     found = flaxckpt.load(DIRECTORY / "columns", wanted, memory_map=False)

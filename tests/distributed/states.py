@@ -38,11 +38,7 @@ SPECS = {
         "blocks": P("x"),
         "packed": P("x"),
     },
-    "columns": {
-        "rows": P(None, "x"),
-        "blocks": P(None, None, "x"),
-        "large": P("x"),
-    },
+    "columns": {"rows": P(None, "x"), "blocks": P(None, None, "x"), "large": P("x")},
     "mixed": {
         "rows": P("a", "b"),
         "columns": P(None, ("b", "a")),

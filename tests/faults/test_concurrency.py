@@ -185,10 +185,7 @@ def restore_again_and_again(barrier, directory, stop, memory_map):
 def test_reader_gets_whole_step_or_error_during_deletion(directory, memory_map):
     run, stop = directory / "run", directory / "stop"
     last, found = Others(
-        [
-            (save_and_delete, run, stop),
-            (restore_again_and_again, run, stop, memory_map),
-        ]
+        [(save_and_delete, run, stop), (restore_again_and_again, run, stop, memory_map)]
     ).results()
     assert found["whole"] == READS
     assert last > 1

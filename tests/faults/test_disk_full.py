@@ -23,10 +23,7 @@ LAYOUTS = {
 
 def state(step):
     rng = np.random.default_rng(step)
-    return {
-        "params": {f"w{n}": rng.random((256, 256)) for n in range(3)},
-        "step": step,
-    }
+    return {"params": {f"w{n}": rng.random((256, 256)) for n in range(3)}, "step": step}
 
 
 def run(*command):

@@ -37,10 +37,7 @@ LAYOUTS = {
 def state(step=0):
     params = {"dense": {"kernel": jnp.full((4, 8), step, jnp.bfloat16)}}
     params["dense"]["bias"] = jnp.arange(8.0) + step
-    return {
-        "model_params": params,
-        "optimizer_state": optax.adam(1e-3).init(params),
-    }
+    return {"model_params": params, "optimizer_state": optax.adam(1e-3).init(params)}
 
 
 def batches(step):

@@ -22,9 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserW
 [ARCHIVE] = GOLDEN.glob("compatibility-*.tar.xz")
 STATE = cases.state()
 
-MORE = {
-    "v1-items/no-step-metadata": "the tree is whole, and handlers are not needed",
-}
+MORE = {"v1-items/no-step-metadata": "the tree is whole, and handlers are not needed"}
 """Cases that only flaxckpt reads, and the reason."""
 
 ONLY_INTO_A_TARGET = {
@@ -86,11 +84,7 @@ def test_flaxckpt_reads_a_case_like_orbax(root, name):
         assert not flaxckpt.verify(path).ok
         return
     assert bool(states) is (name not in MORE)
-    for found in (
-        *states,
-        flaxckpt.load(path),
-        flaxckpt.load(path, abstract_state()),
-    ):
+    for found in (*states, flaxckpt.load(path), flaxckpt.load(path, abstract_state())):
         assert_same(found, STATE)
     assert flaxckpt.verify(path).ok
     metadata = flaxckpt.metadata(path)

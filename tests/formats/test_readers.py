@@ -299,10 +299,7 @@ def test_flipped_bytes_in_t5x_checkpoint_are_detected_or_harmless(tmp_path, data
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "format_name",
-    slow.all_but(HOSTILE, ["orbax", "msgpack"]),
-)
+@pytest.mark.parametrize("format_name", slow.all_but(HOSTILE, ["orbax", "msgpack"]))
 def test_rejects_hostile_checkpoints(format_name, tmp_path):
     """All in one process, which is started again behind a case that has ended it."""
     names: list[str] = []
@@ -490,9 +487,7 @@ def test_restores_train_state_from_flax_msgpack(tmp_path):
 
     params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
     state = train_state.TrainState.create(
-        apply_fn=None,
-        params=params,
-        tx=optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
+        apply_fn=None, params=params, tx=optax.chain(optax.clip(1.0), optax.adamw(1e-3))
     )
     state = state.apply_gradients(grads=params)
     (tmp_path / "checkpoint_1").write_bytes(serialization.to_bytes(state))

@@ -145,8 +145,7 @@ NUMPY_TYPES = [
     st.dictionaries(
         st.text("ab./é\n", min_size=1, max_size=5),
         st.tuples(
-            st.sampled_from(NUMPY_TYPES),
-            st.lists(st.integers(0, 3), max_size=3),
+            st.sampled_from(NUMPY_TYPES), st.lists(st.integers(0, 3), max_size=3)
         ),
         max_size=5,
     )

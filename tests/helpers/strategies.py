@@ -27,10 +27,7 @@ names = st.text(
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
 arrays = st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, shapes))
 numbers = st.one_of(
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(),
-    st.complex_numbers(),
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(), st.complex_numbers()
 )
 leaves = st.one_of(arrays, numbers, st.text(), st.none())
 

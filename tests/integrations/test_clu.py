@@ -16,11 +16,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt.integrations.clu import (
-    PeriodicCheckpoint,
-    import_metric_writers,
-    scalars,
-)
+from flaxckpt.integrations.clu import PeriodicCheckpoint, import_metric_writers, scalars
 from flaxckpt.policies import BestN
 
 

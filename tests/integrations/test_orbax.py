@@ -29,11 +29,7 @@ from tests.helpers.files import flip_bit
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
-from flaxckpt.integrations.orbax import (  # noqa: E402
-    CheckpointHandler,
-    RestoreArgs,
-    SaveArgs,
-)
+from flaxckpt.integrations.orbax import CheckpointHandler, RestoreArgs, SaveArgs  # noqa: E402
 from tests.helpers import seams  # noqa: E402
 
 # Orbax warns whenever an array is read without a sharding.

@@ -570,12 +570,7 @@ CASES = (
     ),
     *both_maxtext("qwen3", "Qwen3ForCausalLM", each(qwen3_layer), **WIDE),
     *both_maxtext(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        each(qwen3_layer),
-        suffix="-tied",
-        **WIDE,
-        **_TIED,
+        "qwen3", "Qwen3ForCausalLM", each(qwen3_layer), suffix="-tied", **WIDE, **_TIED
     ),
     tunix(
         "qwen3_moe-tunix",
@@ -605,12 +600,7 @@ CASES = (
         **{**_GEMMA2, "num_key_value_heads": 6},
     ),
     *both_maxtext(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        pairs,
-        is_exact=False,
-        normalize=_SQRT,
-        **_GEMMA2,
+        "gemma2", "Gemma2ForCausalLM", pairs, is_exact=False, normalize=_SQRT, **_GEMMA2
     ),
     tunix(
         "gemma3-tunix",

@@ -114,10 +114,7 @@ _GPT2 = (
 
 # ---- BERT, RoBERTa ------------------------------------------------------------------
 
-_PADDED = {
-    "input_ids": IDS,
-    "attention_mask": np.array([[1] * 11, [1] * 7 + [0] * 4]),
-}
+_PADDED = {"input_ids": IDS, "attention_mask": np.array([[1] * 11, [1] * 7 + [0] * 4])}
 _SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 3,
@@ -418,13 +415,4 @@ _OF_BONSAI = (
     _bonsai("whisper", _make_whisper, _bonsai_whisper),
 )
 
-CASES = (
-    *_GPT2,
-    *_BERT,
-    *_ROBERTA,
-    *_T5,
-    *_VIT,
-    *_CLIP,
-    *_WHISPER,
-    *_OF_BONSAI,
-)
+CASES = (*_GPT2, *_BERT, *_ROBERTA, *_T5, *_VIT, *_CLIP, *_WHISPER, *_OF_BONSAI)

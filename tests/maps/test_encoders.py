@@ -109,7 +109,7 @@ BUFFERS = {
     "bert-linen-base": ["embeddings.position_ids"],
     "roberta-linen-masked-lm": ["roberta.embeddings.position_ids"],
     "t5-linen-relu-tied": [
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     ],
     "clip-linen": ["text_model.embeddings.position_ids"],
     "vit-linen": ["vit.embeddings.mask_token"],

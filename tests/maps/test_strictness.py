@@ -415,10 +415,7 @@ def test_rejects_untied_model_without_head_both_ways(tmp_path, target):
     flaxckpt.save(tmp_path / "run", state)
     with pytest.raises(errors.OptionError, match=r"lm_head|logits_dense"):
         flaxckpt.export_huggingface(
-            tmp_path / "run",
-            tmp_path / "out",
-            config=UNTIED,
-            transforms=[drop(head)],
+            tmp_path / "run", tmp_path / "out", config=UNTIED, transforms=[drop(head)]
         )
     assert not (tmp_path / "out").exists()
 

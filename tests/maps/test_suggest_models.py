@@ -107,10 +107,7 @@ def test_transformers_flax_model_gives_equal_logits(name, tmp_path):
     assert not suggestion.ambiguous
     assert not suggestion.left
     params = flaxckpt.load(
-        source,
-        flax_model.params,
-        transforms=suggestion.transforms,
-        unused="ignore",
+        source, flax_model.params, transforms=suggestion.transforms, unused="ignore"
     )
     own = getattr(transformers, f"Flax{torch_class}").from_pretrained(
         tmp_path, from_pt=True
@@ -130,12 +127,7 @@ TUNIX_MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**GQA, **BASE, "head_dim": 8, "rms_norm_eps": 1e-6},
         {**TUNIX, **ROPE},
     ),
-    "qwen2": (
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        GQA,
-        {**TUNIX, **ROPE, "head_dim": 4},
-    ),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GQA, {**TUNIX, **ROPE, "head_dim": 4}),
     "qwen3": (
         "Qwen3ForCausalLM",
         "Qwen3Config",

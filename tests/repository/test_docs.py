@@ -92,10 +92,7 @@ RUN_ELSEWHERE = {
         "--trace",
     ),
     "make bench": (BENCHMARKS, "from benchmarks.__main__ import main"),
-    'make bench BENCH_ARGS="--only train_state tiny"': (
-        BENCHMARKS,
-        '"--only"',
-    ),
+    'make bench BENCH_ARGS="--only train_state tiny"': (BENCHMARKS, '"--only"'),
     'make bench BENCH_ARGS="--quick"': (BENCHMARKS, '"--quick"'),
     ".venv/bin/python -m benchmarks.picture bench-results/results.json"
     " docs/benchmarks.svg": (BENCHMARKS, "picture"),

@@ -32,8 +32,7 @@ def test_waits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux has pidfd_open")
 @pytest.mark.parametrize(
-    ("number", "workers"),
-    [(signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGKILL, 0)],
+    ("number", "workers"), [(signal.SIGINT, 0), (signal.SIGINT, 1), (signal.SIGKILL, 0)]
 )
 def test_children_and_servers_end_with_run(tmp_path, number, workers):
     (tmp_path / "test_waits.py").write_text(WAITS)

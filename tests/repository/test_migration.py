@@ -399,10 +399,7 @@ def steps_here(directory, keep, metrics=lambda step: None, steps=range(1, 11)):
             {"max_to_keep": 2, "keep_period": 4, **BEST},
             [BestN(2, "loss", "min"), EveryNSteps(4)],
         ),
-        (
-            {"preservation_policy": managers.CustomSteps([2, 5])},
-            [OnSteps([2, 5])],
-        ),
+        ({"preservation_policy": managers.CustomSteps([2, 5])}, [OnSteps([2, 5])]),
         (
             {"preservation_policy": managers.EveryNStepsClosest(4)},
             [EveryNStepsClosest(4)],
@@ -493,10 +490,7 @@ def test_keeps_best_step_where_orbax_deletes_it_for_nan(tmp_path):
             {"save_interval_steps": 3, "save_on_steps": [5]},
             {"every_steps": 3, "save_first": True, "on_steps": [5]},
         ),
-        (
-            {"save_decision_policy": managers.FixedIntervalPolicy(3)},
-            {"every_steps": 3},
-        ),
+        ({"save_decision_policy": managers.FixedIntervalPolicy(3)}, {"every_steps": 3}),
         (
             {"save_decision_policy": managers.SpecificStepsPolicy([2, 5])},
             {"on_steps": [2, 5]},

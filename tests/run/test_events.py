@@ -56,11 +56,7 @@ def test_run_emits_events_for_saves_deletions_and_restores(tmp_path):
         ("skipped", 2),
     ]
     started, _, first, _, snapshot, committed, deleted, restored, skipped = seen
-    assert started.details == {
-        "overwrite": False,
-        "bytes": 4 * 4 * 4 + 8,
-        "leaves": 2,
-    }
+    assert started.details == {"overwrite": False, "bytes": 4 * 4 * 4 + 8, "leaves": 2}
     assert first.details["metrics"] == {"loss": 1.0}
     assert committed.details["bytes"] == result.bytes_written
     assert committed.details["blocked_secs"] == result.blocked_secs
@@ -169,13 +165,7 @@ def test_loggers_get_numbers_at_step_of_caller(tmp_path, kind):
         numbers |= scalars
     assert numbers.keys() == {
         f"checkpoint/{name}"
-        for name in (
-            "blocked_secs",
-            "total_secs",
-            "bytes",
-            "bytes_per_sec",
-            "deleted",
-        )
+        for name in ("blocked_secs", "total_secs", "bytes", "bytes_per_sec", "deleted")
     }
     assert numbers["checkpoint/deleted"] == 1
     assert all(isinstance(value, int | float) for value in numbers.values())

@@ -105,10 +105,7 @@ def test_directory_records_events_and_metadata_of_staging(store_path, tmp_path, 
     told = []
     for run in range(2):
         with flaxckpt.Checkpointer(
-            path,
-            staging=tmp_path / "ssd",
-            metadata={"run": run},
-            sinks=[told.append],
+            path, staging=tmp_path / "ssd", metadata={"run": run}, sinks=[told.append]
         ) as ckpt:
             ckpt.save(run, state(run))
             ckpt.wait_for_uploads()

@@ -35,10 +35,7 @@ adam, adamw, sgd = optax.adam(1e-3), optax.adamw(1e-3), optax.sgd(1e-2)
 momentum = optax.sgd(1e-2, momentum=0.9)
 clip, norm = optax.clip(1.0), optax.clip_by_global_norm(1.0)
 decayed = optax.masked(optax.add_decayed_weights(1e-2), matrices)
-groups = (
-    optax.masked(adam, matrices),
-    optax.masked(momentum, others),
-)
+groups = (optax.masked(adam, matrices), optax.masked(momentum, others))
 labelled = optax.multi_transform(
     {"all": adam}, lambda params: jax.tree.map(lambda _: "all", params)
 )

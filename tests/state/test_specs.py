@@ -11,14 +11,7 @@ import flaxckpt
 from flaxckpt import errors
 from tests.helpers import old_stores
 
-PARTS = [
-    [],
-    ["data"],
-    [None, "model"],
-    [["data", "model"], None],
-    [["data"]],
-    [[]],
-]
+PARTS = [[], ["data"], [None, "model"], [["data", "model"], None], [["data"]], [[]]]
 
 
 def save_with_spec(path, parts):

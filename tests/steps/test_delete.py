@@ -59,11 +59,7 @@ def test_deletes_pinned_step_only_on_demand(root):
 
 def test_delete_item_removes_and_marks_item(root):
     delete.delete_item(root / "1", "opt", find_foreign=none)
-    assert entries(root / "1") == [
-        "ITEM_DELETED.opt",
-        commit_marker.MARKER,
-        "state",
-    ]
+    assert entries(root / "1") == ["ITEM_DELETED.opt", commit_marker.MARKER, "state"]
     assert entries(root) == ["1", "2"]
 
 

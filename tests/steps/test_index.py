@@ -251,7 +251,4 @@ def test_groups_checkpoints_of_any_name_by_number(tmp_path):
     make(tmp_path, "4", content="unclear")
     (tmp_path / "5").mkdir()
     found = index.checkpoints_by_number(tmp_path, recognise)
-    assert found == {
-        3: [tmp_path / "model3", tmp_path / "step_3"],
-        4: [tmp_path / "4"],
-    }
+    assert found == {3: [tmp_path / "model3", tmp_path / "step_3"], 4: [tmp_path / "4"]}

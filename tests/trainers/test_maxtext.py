@@ -93,10 +93,7 @@ def as_saved(state):
 
 def manager(directory):
     return checkpointing.create_orbax_checkpoint_manager(
-        str(directory),
-        enable_checkpointing=True,
-        use_async=True,
-        save_interval_steps=1,
+        str(directory), enable_checkpointing=True, use_async=True, save_interval_steps=1
     )
 
 

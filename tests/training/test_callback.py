@@ -338,9 +338,7 @@ def test_restore_or_init_waits_for_running_save(ckpt, monkeypatch):
     callback(1, {"n": 1})
     real, going_on = seams.current("disk.sync_tree"), threading.Event()
     seams.replace(
-        monkeypatch,
-        "disk.sync_tree",
-        lambda path: going_on.wait() and real(path),
+        monkeypatch, "disk.sync_tree", lambda path: going_on.wait() and real(path)
     )
     callback(2, {"n": 2})
     threading.Timer(0.3, going_on.set).start()

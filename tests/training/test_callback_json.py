@@ -50,11 +50,7 @@ def test_accepts_json_as_function_of_completed_steps(tmp_path, create):
         for step in range(5):
             on_step(step, create(step))
     found = {step: ckpt.metadata(step).json for step in ckpt.steps()}
-    assert found == {
-        2: {},
-        4: {"progress": {"step": 4}},
-        5: {"progress": {"step": 5}},
-    }
+    assert found == {2: {}, 4: {"progress": {"step": 4}}, 5: {"progress": {"step": 5}}}
 
 
 def test_last_save_before_exit_includes_json(tmp_path):

@@ -20,12 +20,7 @@ from tests.transforms.cases import (
     misfit_state,
     name_of,
 )
-from tests.transforms.states import (
-    round_trip,
-    state_of,
-    table_of,
-    transformed,
-)
+from tests.transforms.states import round_trip, state_of, table_of, transformed
 
 UNDONE = [name for name, case in CASES.items() if case.is_undone]
 

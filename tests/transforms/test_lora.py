@@ -194,11 +194,7 @@ def test_merge_lora_names_missing_parts():
             merge_lora(),
             "no weight layer/kernel or layer/base_module/kernel",
         ),
-        (
-            {"w": ones, "w_lora_a": ones, "w_lora_b": ones},
-            merge_lora(),
-            "pass alpha=",
-        ),
+        ({"w": ones, "w_lora_a": ones, "w_lora_b": ones}, merge_lora(), "pass alpha="),
         (
             {"w": ones, "w_lora_a": ones, "w_lora_b": ones},
             merge_lora(alpha=1, rank=3),

@@ -53,9 +53,7 @@ def expected(old):
     return {
         "embed": {"embedding": old["embed"]["weight"]},
         **{
-            f"layers_{i}": {
-                "q": {"kernel": layer["q"]["weight"].T.reshape(6, 4, 2)},
-            }
+            f"layers_{i}": {"q": {"kernel": layer["q"]["weight"].T.reshape(6, 4, 2)}}
             for i, layer in enumerate(layers)
         },
         "blocks": {f"layer_{r}": {"up": up[:, r::2]} for r in range(2)},
@@ -169,10 +167,7 @@ def test_offset_and_known_sizes_cover_remaining_layers(tmp_path):
     flaxckpt.save(tmp_path / "old", old)
     changes = [
         remap(
-            [
-                ("layers/{(b r)}", "blocks/layer_{r}"),
-                ("layers/{t+6}", "rest_{t}"),
-            ],
+            [("layers/{(b r)}", "blocks/layer_{r}"), ("layers/{t+6}", "rest_{t}")],
             b=2,
             r=3,
         )

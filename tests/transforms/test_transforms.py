@@ -834,10 +834,7 @@ def test_moments_follow_parameters_in_any_state_layout(tmp_path, shape, written_
     else:
         flaxckpt.save(tmp_path / "c", state)
     swap = rename(
-        {
-            f"{before}a/(.*)": rf"{before}b/\1",
-            f"{before}b/(.*)": rf"{before}a/\1",
-        }
+        {f"{before}a/(.*)": rf"{before}b/\1", f"{before}b/(.*)": rf"{before}a/\1"}
     )
     found = flaxckpt.load(tmp_path / "c", state, transforms=[swap])
     params = [state, found]
@@ -863,12 +860,7 @@ def test_warns_about_indistinguishable_moments(tmp_path, caplog):
     "change",
     [
         rename({r"(.*)/a/(.*)": r"\1/b/\2", r"(.*)/b/(.*)": r"\1/a/\2"}),
-        assign(
-            [
-                ("params/a/(.*)", r"params/b/\1"),
-                ("params/b/(.*)", r"params/a/\1"),
-            ]
-        ),
+        assign([("params/a/(.*)", r"params/b/\1"), ("params/b/(.*)", r"params/a/\1")]),
         from_function(
             lambda tree: {
                 **tree,

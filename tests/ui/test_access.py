@@ -132,13 +132,7 @@ def test_rejects_other_methods(served, method):
 
 
 def test_every_response_has_strict_security_headers(served):
-    for path in (
-        "/",
-        "/static/ui.js",
-        "/nothing",
-        "/run?run=nothing",
-        "/news?run=no",
-    ):
+    for path in ("/", "/static/ui.js", "/nothing", "/run?run=nothing", "/news?run=no"):
         headers = served.ask(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy

@@ -227,12 +227,7 @@ def state():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"chunk_bytes": 700},
-        {"codec": "zstd"},
-        {"zarr_version": 2},
-    ],
+    [{}, {"chunk_bytes": 700}, {"codec": "zstd"}, {"zarr_version": 2}],
     ids=str,
 )
 @pytest.mark.parametrize("verify", [True, False])

@@ -80,8 +80,7 @@ FAULTS = {
         jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
     ),
     "process 0 removes its directory at once after a failure": Fault(
-        failures,
-        {(operation.Operation, "_settle"): lambda self, stage, deadline: None},
+        failures, {(operation.Operation, "_settle"): lambda self, stage, deadline: None}
     ),
 }
 """What is wrong -> the fault."""

@@ -57,9 +57,7 @@ def _unsynced_storage() -> _Stand:
         )
 
     return _Stand(
-        _storage,
-        of=of,
-        files=_Stand(_storage.files, sync_directory=lambda path: None),
+        _storage, of=of, files=_Stand(_storage.files, sync_directory=lambda path: None)
     )
 
 

@@ -394,9 +394,7 @@ def reopen(ledger: Ledger) -> None:
         with (
             ledger.operation("last"),
             flaxckpt.Checkpointer(
-                setting.run,
-                keep=setting.keep,
-                staging=setting.staging,
+                setting.run, keep=setting.keep, staging=setting.staging
             ) as checkpointer,
         ):
             checkpointer.wait_for_uploads()

@@ -211,9 +211,7 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         remedy=_find_remedy(plan, asked) if is_plain else None,
         source=source,
         fresh=_inspect.restore_call.describe_fresh(
-            plan,
-            missing=asked.chosen("missing") or "error",
-            as_source=asked.is_source,
+            plan, missing=asked.chosen("missing") or "error", as_source=asked.is_source
         ),
         call=asked.call(changes),
         groups=_group(plan),

@@ -65,7 +65,7 @@ def serve(
                 ws="none",
                 lifespan="off",
                 limit_concurrency=_MOST_CONNECTIONS,
-            ),
+            )
         )
         on_ready(f"http://{HOST}:{number}/?token={token}")
         # uvicorn raises the signal again, after it has ended all connections.

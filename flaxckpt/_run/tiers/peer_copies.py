@@ -9,14 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from flaxckpt import (
-    _checkpoint,
-    _distributed,
-    _formats,
-    _steps,
-    _storage,
-    errors,
-)
+from flaxckpt import _checkpoint, _distributed, _formats, _steps, _storage, errors
 from flaxckpt._run.tiers import parts
 from flaxckpt._steps.markers import PARTS, StepParts
 
