@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -156,7 +156,7 @@ def _locate(
         raise _not_a_directory(path)
     index = _steps.index.StepIndex(path, _formats.identify, number)
     if step is None:
-        return _newest(path, index, _steps.index.find_links(path, number), warn)
+        return _newest(path, index, number, warn)
     if (entry := index.find(step)) is not None:
         return _to_located(entry)
     if detected is not None:
@@ -210,7 +210,7 @@ def _to_located(entry: _Entry) -> Located:
 
 
 def _newest(
-    root: Path, index: _Index, links: Mapping[int, Path], warn: bool
+    root: Path, index: _Index, number: _steps.names.Number | None, warn: bool
 ) -> Located:
     """Returns the newest recognised, unmarked step; logs newer steps left out."""
     marked: list[Path] = []
@@ -240,12 +240,12 @@ def _newest(
         )
         for path in marked
     ]
+    after = None if newest is None else newest.step
     left_out = [
         *damaged,
         *(
             errors.CheckpointFormatError(f"{path} is a symbolic link, {_ABOUT_LINKS}")
-            for step, path in links.items()
-            if newest is None or step > newest.step
+            for path in _steps.index.find_links(root, number, after).values()
         ),
     ]
     if newest is None:

@@ -188,8 +188,10 @@ class RunSteps:
         """
         if self._is_warned or not _util.job.is_first():
             return
-        found = self.find_left_out()
-        self._is_warned = bool(found or self.paths())
+        found: Mapping[int, Path] = {}
+        with contextlib.suppress(errors.CheckpointError):  # looks again the next time
+            found = self.find_left_out()
+            self._is_warned = bool(found or self.paths())
         if found:
             _log.warning("%s", self.describe_left_out(found))
 

@@ -193,18 +193,32 @@ def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
     return {e.step: e.path for e in entries if not e.is_damaged}
 
 
-def find_links(root: Path, number: names.Number | None) -> dict[int, Path]:
+def find_links(
+    root: Path, number: names.Number | None, after: int | None = None
+) -> dict[int, Path]:
     """Returns the symbolic links with names of steps, which are no steps, ascending.
 
-    `number` returns the step of a name; by default of a usual name.
+    `number` returns the step of a name; by default of a usual name. Only greater steps
+    than `after`; None for all.
     """
+    oldest = -1 if after is None else after
     found = {
         step: path
-        for path in root.iterdir()
+        for path in _entries(root)
         if (step := (number or names.usual_number)(path.name)) is not None
+        and step > oldest
         and path.is_symlink()
     }
     return dict(sorted(found.items()))
+
+
+def _entries(root: Path) -> list[Path]:
+    """Returns all paths in a directory; none if it is missing."""
+    try:
+        with _storage.permissions.explain_errors(root):
+            return list(root.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def find_left_out(
@@ -226,12 +240,9 @@ def find_left_out(
         after: Only greater numbers; None for all.
         only_usual: True to leave out names that are neither usual nor in the journal.
     """
-    if not root.is_dir():
-        return {}
     oldest = -1 if after is None else after
-    links = find_links(root, step_format.step)
-    found = {step: path for step, path in links.items() if step > oldest}
-    others = [path for path in root.iterdir() if step_format.step(path.name) is None]
+    found = find_links(root, step_format.step, after)
+    others = [path for path in _entries(root) if step_format.step(path.name) is None]
     is_any = any(re.search("[0-9]", path.name) for path in others)
     committed = _committed_names(root) if is_any else {}
     for path in others:

@@ -9,13 +9,12 @@ import ast
 import contextlib
 import functools
 import inspect
+import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 _LONGEST = 160
@@ -65,16 +64,19 @@ def _details(fn: Any, depth: int) -> Iterator[str]:
     names = code.co_varnames[: code.co_argcount]
     values |= zip(names[::-1], (fn.__defaults__ or ())[::-1], strict=False)
     for key in code.co_names:
-        if isinstance(number := fn.__globals__.get(key), _NUMBERS):
-            values[key] = number
+        value = fn.__globals__.get(key)
+        if isinstance(value, (bool, int, float, complex)) or _is_array(value):
+            values[key] = value
     for key, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not set yet
             values[key] = cell.cell_contents
     yield from (f"{key}={_show(values[key], depth)}" for key in sorted(values))
 
 
-_ARRAYS = (np.generic, np.ndarray, jax.Array)
-_NUMBERS = (bool, int, float, complex, *_ARRAYS)
+def _is_array(value: Any) -> bool:
+    jax = sys.modules.get("jax")  # without it, there are no arrays of it
+    arrays = (np.generic, np.ndarray, *([jax.Array] if jax else []))
+    return isinstance(value, arrays)
 
 
 def _show(value: Any, depth: int) -> str:
@@ -83,10 +85,10 @@ def _show(value: Any, depth: int) -> str:
         return repr(value)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_show(each, depth) for each in value)})"
-    if isinstance(value, _ARRAYS):
+    if _is_array(value):
         text = f"{value.dtype}{list(value.shape)}"
         is_here = getattr(value, "is_fully_addressable", True)
-        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        is_key = not isinstance(value.dtype, np.dtype)
         if not is_here or is_key or value.nbytes > _MOST_BYTES:
             return text
         return f"{text} {zlib.crc32(np.asarray(value).tobytes()):08x}"
