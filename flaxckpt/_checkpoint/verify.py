@@ -30,6 +30,7 @@ from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
 from flaxckpt._types import LeafPath, PathLike
+from flaxckpt._util.pace import Pace
 
 _LARGE = 2**62
 """Size limit that admits any file."""
@@ -171,6 +172,7 @@ def find_faults(
     path: Path,
     names: Collection[str],
     stream: Callable[[str], Iterable[memoryview]] | None = None,
+    pace: Pace | None = None,
 ) -> dict[str, str]:
     """Returns the faults of files of arrays: name -> the fault.
 
@@ -199,7 +201,7 @@ def find_faults(
         for why in (*mine.unread.values(), *mine.problems.values()):
             found[name] = why
 
-    _util.threads.each(check, names, threads=_THREADS)
+    _util.threads.each(check, names, threads=_THREADS, pace=pace)
     return found
 
 

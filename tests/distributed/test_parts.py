@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -139,6 +140,12 @@ def test_repairs_damage_from_run_directory(parts):
     said = run(parts, ["restore", "columns"])
     assert all(each["restore"] == 2 for each in said)
     assert all(each["from_directory"] > 0 for each in said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
+def test_copies_give_way_to_training(tmp_path):
+    said = run(tmp_path, ["copy_at_low_priority", 1], copies=1)
+    assert all(each["copy_at_low_priority"] for each in said)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from flaxckpt._run.tiers import parts, peer_copies
 from flaxckpt._run.tiers.parts import Held, Lost
 from flaxckpt._run.tiers.peer_copies import Copied, Sources
 from flaxckpt._types import PathLike
+from flaxckpt._util.pace import Pace
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.agreement import Processes
@@ -87,6 +88,7 @@ class _Waiting(NamedTuple):
     step: int
     path: Path
     operation: Operation
+    pace: Pace
 
 
 class PartTier:
@@ -398,7 +400,8 @@ class PartTier:
         operation = processes.begin(f"copies.{step}", f"the copies of step {step}")
         assert operation is not None, path
         with self._guard.get():
-            self._waiting.append(_Waiting(step, path, operation))
+            pace = Pace()
+            self._waiting.append(_Waiting(step, path, operation, pace))
             if self._ended is not None:
                 return
             self._ended = _util.threads.Latch()
@@ -410,6 +413,9 @@ class PartTier:
 
     def wait(self, timeout_secs: float | None) -> list[int]:
         """Waits for copies in progress; returns the steps that are not copied yet."""
+        with self._guard.get():
+            for waiting in self._waiting:
+                waiting.pace.lift()
         if (ended := self._ended) is not None:
             ended.wait(timeout_secs)
         return self._not_copied()
@@ -461,7 +467,7 @@ class PartTier:
 
     def _copy(self, waiting: _Waiting) -> str | None:
         """Copies the parts of others to this process; returns why that failed."""
-        step, path, operation = waiting
+        step, path, operation, pace = waiting
         begun = time.monotonic()
         copied, fault = Copied(), None
         try:
@@ -475,7 +481,7 @@ class PartTier:
                 path, step, save, self._own, self._peers, {p: [p] for p in kept}
             )
             wanted = [name for part in kept for name in known.files[part]]
-            copied = peer_copies.copy_parts(sources, wanted, self._mode)
+            copied = peer_copies.copy_parts(sources, wanted, self._mode, pace=pace)
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
         mine = json.dumps(fault)

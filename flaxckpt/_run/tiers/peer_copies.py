@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from flaxckpt import _checkpoint, _distributed, _formats, _steps, _storage, errors
 from flaxckpt._run.tiers import parts
 from flaxckpt._steps.markers import PARTS, StepParts
+from flaxckpt._util.pace import Pace
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.peer_files import Peer
@@ -259,6 +260,7 @@ def copy_parts(
     *,
     damaged: Collection[str] = (),
     is_durable: bool = True,
+    pace: Pace | None = None,
 ) -> Copied:
     """Copies files of arrays that this process lacks, and keeps them.
 
@@ -269,6 +271,7 @@ def copy_parts(
         damaged: The files to replace.
         is_durable: Whether to sync the files before they are kept. Otherwise a power
             cut may damage them; then they are copied again.
+        pace: The pace of the threads; None for full speed.
 
     Raises:
         DamagedCheckpointError: A file is whole at no process, and not in the run
@@ -292,7 +295,7 @@ def copy_parts(
     with _storage.temporary.new_directory(path, mode) as aside:
         left: Sequence[_Request] = requests
         while left:
-            done, left = _copy_round(sources, aside, left, is_durable)
+            done, left = _copy_round(sources, aside, left, is_durable, pace)
             copied += done
         if parts.identify(path) != sources.save:
             raise FileNotFoundError(f"{path} was replaced meanwhile")
@@ -312,7 +315,11 @@ def copy_parts(
 
 
 def _copy_round(
-    sources: Sources, aside: Path, left: Sequence[_Request], is_durable: bool
+    sources: Sources,
+    aside: Path,
+    left: Sequence[_Request],
+    is_durable: bool,
+    pace: Pace | None,
 ) -> tuple[Copied, list[_Request]]:
     """Copies each file from its next place; returns the files that were not whole."""
     if gone := [request.name for request in left if not request.places]:
@@ -334,7 +341,7 @@ def _copy_round(
             raise OSError(errors.one_line(error)) from error
 
     # Verified as they arrive: a second read would take as long as the first.
-    faults = _checkpoint.verify.find_faults(sources.path, tried, copy)
+    faults = _checkpoint.verify.find_faults(sources.path, tried, copy, pace)
     copied = Copied()
     for name, size, places in left:
         place, _ = tried[name]
