@@ -139,8 +139,8 @@ def make(
 def _copy_parts(path: Path, target: Path, operation: Operation) -> frozenset[str]:
     """Has processes copy the parts of a step; returns the names of the files.
 
-    A process verifies what it copies. What is damaged there, the next copies that has
-    it.
+    Each process verifies the parts that it copies. A part that is damaged there is
+    copied by the next process that has it.
 
     Raises:
         DamagedCheckpointError: The metadata is damaged, or no process has a part.
@@ -203,7 +203,7 @@ def _assign(
 def _copy_sound(
     path: Path, target: Path, parts: Sequence[int], operation: Operation
 ) -> list[int]:
-    """Copies the parts that are as they were written; returns the others."""
+    """Copies the undamaged parts of those given; returns the damaged ones."""
     if not parts:
         return []
     files = find_parts(path).files
