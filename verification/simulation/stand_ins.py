@@ -10,6 +10,7 @@ AttributeError.
 """
 
 import contextlib
+import inspect
 import os
 import secrets
 import socket
@@ -340,6 +341,9 @@ def installed(
     Args:
         modules: Further stand-ins: real module -> name -> stand-in.
         patches: Further attributes to replace: (module or class, name) -> stand-in.
+
+    Raises:
+        TypeError: A function does not take the arguments of the one that it replaces.
     """
     process_state.remember()
     _doors.open_all()
@@ -357,12 +361,26 @@ def installed(
                 if id(value) in stand_ins:
                     replace(put, value, stand_ins[id(value)])
         for (owner, name), new in {**_PATCHES, **(patches or {})}.items():
+            _check_fits(name, vars(owner)[name], new)
             replace(_setter(owner, name), vars(owner)[name], new)
         yield
     finally:
         for put, old in reversed(replaced):
             put(old)
         process_state.stand_ins = {}
+
+
+def _check_fits(name: str, old: Any, new: Any) -> None:
+    if not isinstance(old, FunctionType):
+        return
+    parameters = inspect.signature(old).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    try:
+        inspect.signature(new).bind(*positional, **dict.fromkeys(names))
+    except TypeError as error:
+        raise TypeError(f"the stand-in of {name} does not fit: {error}") from None
 
 
 def _stand_ins(more: Mapping[ModuleType, Mapping[str, Any]]) -> dict[int, Any]:

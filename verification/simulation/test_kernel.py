@@ -5,7 +5,24 @@ import pytest
 from flaxckpt import _util
 from flaxckpt._storage import locks
 from flaxckpt._util import threads
-from verification.simulation import kernel, process_state, stand_ins
+from verification.simulation import (
+    buckets,
+    kernel,
+    planted_buckets,
+    planted_files,
+    planted_tier,
+    process_state,
+    runner,
+    runs,
+    stand_ins,
+)
+
+PLANTED = [
+    *planted_files.FAULTS.values(),
+    *planted_tier.FAULTS.values(),
+    *((buckets, patches) for patches in planted_buckets.FAULTS.values()),
+    *((runs, patches) for patches in planted_buckets.FAULTS_OF_RUNS.values()),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +56,17 @@ def test_restores_modules_of_flaxckpt():
     assert locks.time.__name__ == "time"
     assert not hasattr(locks.threading, "Semaphore")  # the stand-in has no such name
     assert process_state.stand_ins
+
+
+def test_stand_in_takes_the_arguments_of_what_it_replaces():
+    with (
+        pytest.raises(TypeError, match="the stand-in of lock does not fit"),
+        stand_ins.installed(patches={(locks, "lock"): lambda: None}),
+    ):
+        pass
+    for histories, patches in PLANTED:
+        with runner.installed(histories, patches):
+            pass
 
 
 def test_crash_ends_process_at_once():
