@@ -27,7 +27,7 @@ def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) 
         [data] = blocks.values()
         return to_device.make_keys(data, wanted)
     typed = {r: _as_wanted(block, found, wanted) for r, block in blocks.items()}
-    is_in_jax = wanted.dtype not in _state.dtypes.NOT_IN_JAX
+    is_in_jax = _state.dtypes.is_in_jax(wanted.dtype or "")
     if wanted.python_type == "jax.Array" and is_in_jax:
         from flaxckpt._arrays import to_device
 

@@ -112,7 +112,7 @@ def _describe_jax(
     sharding = value.sharding if getattr(value, "committed", True) else None
     shape = value.shape
     is_key, dtype, is_stored = _element_type(value.dtype)
-    if dtype in dtypes.NOT_IN_JAX:
+    if not dtypes.is_in_jax(dtype):
         return f"a jax array of dtype {dtype}, which jax cannot hold: use a numpy array"
     if not is_stored:
         return f"a jax array of dtype {dtype}"

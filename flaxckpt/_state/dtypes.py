@@ -46,10 +46,12 @@ STORED_AS_BYTES = frozenset(
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
-NOT_IN_JAX = frozenset(("float6_e2m3fn", "float6_e3m2fn"))
+_NOT_IN_JAX = frozenset(("float6_e2m3fn", "float6_e3m2fn"))
 """Types that jax knows by name, and has no arrays of."""
 
-NOT_COMPUTED = NOT_IN_JAX | {"int1", "uint1"}
+_NEW_IN_JAX = frozenset(("int1", "uint1"))
+
+NOT_COMPUTED = _NOT_IN_JAX | _NEW_IN_JAX
 """Types that jax compiles no function of."""
 
 PYTHON_NUMBERS: dict[type, str] = {
@@ -125,10 +127,20 @@ def kind(dtype_name: str) -> str:
     raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
 
 
+@functools.cache
+def is_in_jax(dtype_name: str) -> bool:
+    """Returns True if the installed jax has arrays of a type."""
+    if dtype_name in _NEW_IN_JAX:
+        import jax
+
+        return hasattr(jax.numpy, dtype_name)
+    return dtype_name not in _NOT_IN_JAX
+
+
 def array_type(dtype_name: str | None) -> str:
     """Returns the type of arrays that hold all values, as in `LeafInfo`."""
-    is_not_in_jax = dtype_name in WIDE or dtype_name in NOT_IN_JAX
-    return "numpy.ndarray" if is_not_in_jax else "jax.Array"
+    is_exact = dtype_name is None or (dtype_name not in WIDE and is_in_jax(dtype_name))
+    return "jax.Array" if is_exact else "numpy.ndarray"
 
 
 def restores_as(found: str, wanted: str) -> bool:

@@ -115,7 +115,7 @@ def _cast(leaf: Leaf, wanted: str, lossy: bool) -> Leaf:
     if not lossy and not _state.dtypes.restores_as(stored, wanted):
         return leaf
     info = dataclasses.replace(leaf.info, dtype=wanted, weak_type=False)
-    if wanted in _state.dtypes.NOT_IN_JAX and info.python_type == "jax.Array":
+    if info.python_type == "jax.Array" and not _state.dtypes.is_in_jax(wanted):
         info = dataclasses.replace(info, python_type="numpy.ndarray", sharding=None)
     return dataclasses.replace(leaf, info=info)
 

@@ -77,7 +77,16 @@ def test_casts_only_floats_freely(restores, found, wanted, allowed):
     assert (restores([0, 1], found, wanted) is not None) == allowed
 
 
-NOT_IN_JAX = ("float6_e2m3fn", "float6_e3m2fn")
+def _is_in_jax(name):
+    try:
+        jax.device_put(np.ones((), name))
+    except (TypeError, jax.errors.JaxRuntimeError):
+        return False
+    return True
+
+
+NOT_IN_JAX = [name for name in ALL if not _is_in_jax(name)]
+"""Depends on the version of jax: some have no int1."""
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0,)], ids=str)
@@ -93,6 +102,8 @@ def test_each_type_is_restored_by_jax_or_refused(tmp_path, name, shape):
         if name in NOT_IN_JAX:
             with pytest.raises(errors.UnsupportedLeafError, match="use a numpy array"):
                 flaxckpt.load(tmp_path / "numpy", abstract)
+            if "float" not in name:
+                return
             cast = transforms.cast("x", name)
             floats = {"x": jnp.ones(shape)}
             flaxckpt.save(tmp_path / "cast", floats, transforms=[cast])
@@ -111,7 +122,7 @@ def test_each_type_is_restored_by_jax_or_refused(tmp_path, name, shape):
                 assert np.asarray(found).tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("name", ["int1", "uint1", *NOT_IN_JAX])
+@pytest.mark.parametrize("name", sorted({"int1", "uint1", *NOT_IN_JAX}))
 def test_computations_with_types_that_jax_lacks_are_refused(tmp_path, name):
     state = {"x": np.ones(3, np.dtype(name))}
     change = [transforms.map_leaf("x", lambda x: x.reshape(1, 3))]
@@ -162,7 +173,7 @@ def zarr_2(tmp_path_factory):
 def test_zarr_2_names_match_numpy(zarr_2, kind, size):
     try:
         name = np.dtype(f"<{kind}{size}").name
-    except TypeError:
+    except (TypeError, jax.errors.JaxRuntimeError):
         name = None
     file = zarr_2 / "state/w/.zarray"
     row = json.loads(file.read_text())
