@@ -36,11 +36,14 @@ class Weather(NamedTuple):
         slow: The chance that a request takes up to `slowest_secs`.
         slowest_secs: The longest time of a request.
         uses_files: Whether there is no service, so that messages are files.
+        repeated: The chance that a message comes a second time, up to `slowest_secs`
+            later.
     """
 
     slow: float = 0.0
     slowest_secs: float = 5.0
     uses_files: bool = False
+    repeated: float = 0.0
 
 
 class Service:
@@ -68,6 +71,10 @@ class Service:
         self._travel(f"set {key}")
         self._world.record(f"set {_brief(key)}", text[:60])
         self._texts[key] = text
+        world, weather = self._world, self._weather
+        if weather.repeated and world.random.random() < weather.repeated:
+            again = functools.partial(self._texts.__setitem__, key, text)
+            world.at(weather.slowest_secs * world.random.random(), again)
         self._world.wake_all(self._waiting)
         self._travel(f"set {key}")
 

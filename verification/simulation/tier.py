@@ -597,18 +597,59 @@ class Story:
             pause: The seconds before it starts; None to draw them.
         """
         world, random = self.world, self._random
-        slow = 0.0 if is_calm else random.choice((0.0, 0.0, 0.02, 0.1))
-        weather = jobs.Weather(slow, random.choice((1.0, 5.0)))
-        service = jobs.Service(world, weather)
-        job = jobs.Job(count, service, self._starts)
+        pause = random.choice((0.0, 0.0, 700.0)) if pause is None else pause
         machines = self._machines[:count]
+        script, processes = self._start_job(machines, turns, pause, is_calm=is_calm)
+        scripts = [script]
+        present = {str(machine) for machine in machines}
+        promised, far = self.ledger.promised(present), dict(self.ledger.far)
+        world.record(f"a job of {count}, {'calm' if is_calm else 'disturbed'}")
+        world.record(f"promised: {promised}, far: {far}")
+        if not is_calm:
+            self._disturb(processes, script.job.service)
+            if random.random() < 0.2:  # as this job was taken for dead
+                after, count = 60 * random.random(), random.randint(1, _MOST_PROCESSES)
+                others = self._machines[:count]
+                other, more = self._start_job(
+                    others, self._draw_turns(), pause + after, is_calm=False
+                )
+                world.record(f"another job of {count}", f"after {after:.1f}")
+                scripts.append(other)
+                processes += more
+        world.run(limit_secs=50_000.0)
+        self._network.weather = network.Weather()
+        self._network.apart.clear()
+        self.ledger.on_commit = lambda: None
+        self.files.failing.clear()
+        self.files.weather = filesystem.Weather()
+        for each in scripts:
+            _check_agreement(each)
+            _check_times(each)
+        if is_calm:
+            _check_calm(script, promised, far)
+        self.ledger.check_far()
+        self._crashed |= {p.machine for p in processes if p.crash_after is not None}
+        return script
+
+    def _start_job(
+        self, machines: list[str], turns: list[str], pause: float, *, is_calm: bool
+    ) -> tuple[Script, list[kernel.Process]]:
+        """Starts a job after `pause` seconds."""
+        world, random = self.world, self._random
+        slow = 0.0 if is_calm else random.choice((0.0, 0.0, 0.02, 0.1))
+        weather = jobs.Weather(
+            slow,
+            random.choice((1.0, 5.0)),
+            repeated=0.0 if is_calm else random.choice((0.0, 0.0, 0.1)),
+        )
+        service = jobs.Service(world, weather)
+        job = jobs.Job(len(machines), service, self._starts)
         timeout_secs = random.choice((20.0, 100.0))
         script = Script(self.ledger, self._setting, job, machines, turns, timeout_secs)
         processes = []
-        pause = random.choice((0.0, 0.0, 700.0)) if pause is None else pause
         for index, machine in enumerate(machines):
             process = world.start(
-                f"{'abcdefgh'[self._starts]}{index}",
+                f"{'abcdefghijklmnop'[self._starts]}{index}",
                 script,
                 machine=machine,
                 after=pause + 5 * random.random(),
@@ -617,25 +658,7 @@ class Story:
             processes.append(process)
         service.host = processes[0]
         self._starts += 1
-        present = {str(machine) for machine in machines}
-        promised, far = self.ledger.promised(present), dict(self.ledger.far)
-        world.record(f"a job of {count}, {'calm' if is_calm else 'disturbed'}")
-        world.record(f"promised: {promised}, far: {far}")
-        if not is_calm:
-            self._disturb(processes, service)
-        world.run(limit_secs=50_000.0)
-        self._network.weather = network.Weather()
-        self._network.apart.clear()
-        self.ledger.on_commit = lambda: None
-        self.files.failing.clear()
-        self.files.weather = filesystem.Weather()
-        _check_agreement(script)
-        _check_times(script)
-        if is_calm:
-            _check_calm(script, promised, far)
-        self.ledger.check_far()
-        self._crashed |= {p.machine for p in processes if p.crash_after is not None}
-        return script
+        return script, processes
 
     def _disturb(self, processes: list[kernel.Process], service: jobs.Service) -> None:
         """Draws what happens to a job."""
