@@ -25,7 +25,7 @@ JSON: TypeAlias = (
 )
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def row(cls: type[_T]) -> type[_T]:
     """Makes a dataclass that is frozen for type checkers only.
 

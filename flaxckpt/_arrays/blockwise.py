@@ -16,7 +16,6 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import forms
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -47,7 +46,7 @@ class Piece(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """True if the piece is the whole leaf."""
-        return self.region == metadata.whole(forms.stored_form(self.leaf.info)[0])
+        return self.region == metadata.whole(self.leaf.info.stored_shape)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +61,7 @@ class Piece(NamedTuple):
     @property
     def start(self) -> int:
         """Bytes of the array before the piece, in C order."""
-        shape = forms.stored_form(self.leaf.info)[0]
+        shape = self.leaf.info.stored_shape
         element = 0
         for (start, _), size in zip(self.region, shape, strict=True):
             element = element * size + start
@@ -75,13 +74,13 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
     The limit is on a piece both as read and as written. Chunks of the shape
     `chunk_shape` stay whole; None for no chunks.
     """
-    shape = forms.stored_form(leaf.info)[0]
+    shape = leaf.info.stored_shape
     whole = Piece(leaf, metadata.whole(shape))
     if leaf.fn is not None:
         return [whole]
     read_bytes, read_chunk = 0, None
     if isinstance(source := leaf.source, StoredLeaf):
-        read_bytes = forms.stored_bytes(source.info)
+        read_bytes = source.info.stored_bytes
         read_chunk = source.info.chunk_shape
     size = max(whole.nbytes, read_bytes)
     cuts = _Cuts(shape, chunk_shape, read_chunk, size, max_bytes)
@@ -192,7 +191,7 @@ def _as_numpy(info: LeafInfo, path: LeafPath) -> LeafInfo:
         path=path,
         kind="array",
         python_type="numpy.ndarray",
-        shape=forms.stored_form(info)[0],
+        shape=info.stored_shape,
         sharding=None,
         weak_type=False,
         prng_impl=None,
@@ -250,7 +249,7 @@ def _start_reads(
 
 
 def _given_part(piece: Piece) -> Array:
-    shape = forms.stored_form(piece.leaf.info)[0]
+    shape = piece.leaf.info.stored_shape
     part: Array = _given_value(piece.leaf)[
         metadata.within(piece.region, metadata.whole(shape))
     ]

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flaxckpt import _state, _util, errors
-from flaxckpt._arrays import forms, lazy, to_device
+from flaxckpt._arrays import lazy, to_device
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable, StoredLeaf
@@ -153,7 +153,7 @@ def _bytes_of(group: Sequence[Leaf]) -> int:
     """Returns the bytes of leaves and of their sources."""
     infos = [leaf.info for leaf in group]
     infos += {id(s): s.info for leaf in group for s in leaf.stored}.values()
-    return sum(map(forms.stored_bytes, infos))
+    return sum(info.stored_bytes for info in infos)
 
 
 def _groups(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:

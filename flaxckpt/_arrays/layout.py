@@ -13,7 +13,6 @@ from typing import NamedTuple
 from jax.sharding import Sharding
 
 from flaxckpt import _state
-from flaxckpt._arrays import forms
 from flaxckpt._state.leaf import LeafInfo, Role
 from flaxckpt._types import Shape
 from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
@@ -75,7 +74,7 @@ def _divide_writing(
 
 def task(info: LeafInfo) -> writer_assignment.Task:
     """Returns the task of writing a leaf, for division among processes."""
-    shape, dtype = forms.stored_form(info)
+    shape, dtype = info.stored_shape, info.stored_dtype
     part = divide_writing(info, shape)
     nbytes = math.prod(part.shape) * _state.dtypes.item_bits(dtype) // 8
     return writer_assignment.Task(info.sharding, info.shape, part.parts, nbytes)
@@ -105,7 +104,7 @@ def with_chunk_shape(
     """Returns `info` with the chunk shape of the stored array, and its role."""
     chunk_shape = None
     if info.dtype is not None:
-        shape, dtype = forms.stored_form(info)
+        shape, dtype = info.stored_shape, info.stored_dtype
         chunk_shape = _choose_chunk_shape(
             shape,
             dtype,

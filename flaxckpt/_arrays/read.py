@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flaxckpt import _state, _storage, _util, errors
-from flaxckpt._arrays import forms, read_files, read_plan, typed_values
+from flaxckpt._arrays import read_files, read_plan, typed_values
 from flaxckpt._arrays.read_files import Databases, Reading
 from flaxckpt._arrays.read_plan import ReadJob, Span
 from flaxckpt._state.leaf import Leaf, StoredLeaf
@@ -133,7 +133,7 @@ def open_checked(
     assert stored.open is not None, stored
     _storage.store_requests.use_threads()
     store = _storage.paths.result(stored.open(context), stored.root)
-    shape, dtype = forms.stored_form(stored.info)
+    shape, dtype = stored.info.stored_shape, stored.info.stored_dtype
     if store.shape != shape or store.dtype.name != dtype:
         raise ValueError(
             f"recorded as {dtype}{list(shape)},"

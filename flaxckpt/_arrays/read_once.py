@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt._arrays import forms
 from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
@@ -52,7 +51,7 @@ def divided_sharding(info: LeafInfo) -> NamedSharding | None:
     for count in range(len(spare), 0, -1):
         names = spare[:count]  # the first axes span processes
         parts = math.prod(sharding.mesh.shape[name] for name in names)
-        if forms.stored_bytes(info) < _MIN_PART_BYTES * parts * split:
+        if info.stored_bytes < _MIN_PART_BYTES * parts * split:
             continue
         for axis, size in enumerate(shard):
             if size % parts == 0:

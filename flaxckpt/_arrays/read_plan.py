@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _state, _util
-from flaxckpt._arrays import forms
 from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import Shape
 from flaxckpt._zarr import checksums
@@ -62,15 +61,15 @@ class ReadJob:
     def nbytes(self) -> int:
         """Uncompressed size of the regions to read, in bytes."""
         if self.is_whole:
-            return forms.stored_bytes(self.stored.info)
-        bits = _state.dtypes.item_bits(forms.stored_form(self.stored.info)[1])
+            return self.stored.info.stored_bytes
+        bits = _state.dtypes.item_bits(self.stored.info.stored_dtype)
         sizes = [math.prod(zarr_metadata.extent(region)) for region in self.reads]
         return sum(sizes) * bits // 8
 
     @_util.forks.lazy
     def reads(self) -> Mapping[Region, list[Region]]:
         """Region to read -> regions in it that local devices need."""
-        shape, _ = forms.stored_form(self.stored.info)
+        shape = self.stored.info.stored_shape
         if self.is_whole:
             whole = zarr_metadata.whole(shape)
             return {whole: [whole]}
@@ -105,7 +104,7 @@ class ReadJob:
         Floats are cast then, but not numbers: casts in memory detect overflow.
         """
         wanted, found = self.wanted, self.stored.info
-        stored = forms.stored_form(found)[1]
+        stored = found.stored_dtype
         is_number = wanted.is_python_number or found.is_python_number
         if is_number or wanted.kind == "prng_key":
             return stored
@@ -243,7 +242,9 @@ _make_form = functools.lru_cache(maxsize=1024)(ChunkForm)  # many arrays are ali
 
 def form_of(raw: RawArray, info: LeafInfo) -> ChunkForm:
     assert info.chunk_shape is not None, info
-    return _make_form(raw.encoding, *forms.stored_form(info), info.chunk_shape)
+    return _make_form(
+        raw.encoding, info.stored_shape, info.stored_dtype, info.chunk_shape
+    )
 
 
 def find_parts(

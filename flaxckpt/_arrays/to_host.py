@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from flaxckpt import _state, _util, errors
-from flaxckpt._arrays import device_copy, device_memory, forms, layout
+from flaxckpt._arrays import device_copy, device_memory, layout
 from flaxckpt._arrays.device_copy import DeviceCopy
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath, Shape
@@ -132,7 +132,7 @@ def to_host(
         else:
             shards = _copied_part(info, value)
         on_devices += [s for s in shards if not isinstance(s.data, np.ndarray)]
-        shape = forms.stored_form(info)[0]
+        shape = info.stored_shape
         dtype = info.dtype or ""
         arrays.append(HostArray(name, shape, dtype, chunk_shape, shards, reference))
     if faults:

@@ -120,7 +120,7 @@ class Snapshot:
     @property
     def stored_bytes(self) -> int:
         """Uncompressed bytes of all arrays of all processes in their storage type."""
-        return sum(map(_arrays.forms.stored_bytes, self.contents.manifest.infos))
+        return sum(info.stored_bytes for info in self.contents.manifest.infos)
 
 
 class WrittenFiles(NamedTuple):

@@ -88,7 +88,7 @@ def _files_of_array(
 ) -> Iterator[StoredFile]:
     """Yields the files of an array in a directory of its own."""
     root, leaves = _formats.items.prefix(items.array_directory(info)), (info.path,)
-    codec = _zarr.metadata.choose_codec(encoding, *_arrays.forms.stored_form(info))
+    codec = _zarr.metadata.choose_codec(encoding, info.stored_shape, info.stored_dtype)
     size = chunk_bytes(encoding, info) or None
     metadata, *chunks = array_files(encoding, info)
     yield StoredFile(f"{root}{metadata}", leaves)
@@ -110,7 +110,7 @@ def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
 
 def chunk_bytes(encoding: Encoding, info: LeafInfo) -> int:
     """Returns the bytes of each stored chunk, with checksum; 0 if the size varies."""
-    shape, dtype = _arrays.forms.stored_form(info)
+    shape, dtype = info.stored_shape, info.stored_dtype
     codec = _zarr.metadata.choose_codec(encoding, shape, dtype)
     if codec != "none" or info.chunk_shape is None:
         return 0
@@ -126,7 +126,7 @@ def checksum_bytes(encoding: Encoding) -> int:
 def _least_bytes(encoding: Encoding | None, arrays: Sequence[LeafInfo]) -> int:
     """Returns the bytes of the arrays that a database stores outside of its nodes."""
     return sum(
-        _arrays.forms.stored_bytes(info)
+        info.stored_bytes
         for info in arrays
         if encoding is not None and chunk_bytes(encoding, info) >= _OUTSIDE_NODES_BYTES
     )

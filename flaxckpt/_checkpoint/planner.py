@@ -269,7 +269,7 @@ class _RecipeBuilder:
             for source in stored:
                 if id(source) not in self._seen:
                     self._seen.add(id(source))
-                    size += _arrays.forms.stored_bytes(source.info)
+                    size += source.info.stored_bytes
             self.bytes_to_read += size
             return size
         if not stored:
@@ -281,7 +281,7 @@ class _RecipeBuilder:
         job = _arrays.read_plan.ReadJob(stored[0], wanted)
         self._jobs.append(job)
         self.bytes_to_read += (
-            job.nbytes if job.is_whole else _arrays.forms.stored_bytes(stored[0].info)
+            job.nbytes if job.is_whole else stored[0].info.stored_bytes
         )
         return job.nbytes
 

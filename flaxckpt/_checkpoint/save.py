@@ -229,7 +229,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     }
     _check_strings(strings)
     if request.on_planned is not None:
-        size = sum(map(_arrays.forms.stored_bytes, infos))
+        size = sum(info.stored_bytes for info in infos)
         request.on_planned(bytes=size, leaves=len(infos))
     arrays = [
         (options.items.array_directory(leaf.info), leaf.info.chunk_shape, leaf)

@@ -296,7 +296,7 @@ def _describe_values(
     stored: Stored, info: LeafInfo, place: verify_report.StoredPlace
 ) -> str:
     """Returns `, rows 0-127 of 512` for a part of a leaf; empty for the whole leaf."""
-    shape, region = _arrays.forms.stored_form(info)[0], place.region
+    shape, region = info.stored_shape, place.region
     if region is None and place.file and info.chunk_shape is not None:
         directory = _formats.items.prefix(stored.items.array_directory(info))
         key = place.file.rpartition(directory)[2]
@@ -467,7 +467,7 @@ def _verify_foreign(
         for name in names.values():
             leaves.pop(name, None)
     findings.counter.total = findings.counter.done + sum(
-        _arrays.forms.stored_bytes(i.info) for i in leaves.values()
+        i.info.stored_bytes for i in leaves.values()
     )
     for leaf_path, leaf in leaves.items():
         if not _has_checksums(leaf):

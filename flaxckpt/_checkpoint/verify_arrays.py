@@ -262,7 +262,7 @@ class _FileChunk(NamedTuple):
 def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
     info, source = leaf.info, leaf.source
     assert isinstance(source, StoredLeaf), info.path
-    _, dtype = _arrays.forms.stored_form(info)
+    dtype = info.stored_dtype
     size, extent = inventory.chunk_bytes(encoding, info), info.chunk_shape or ()
     max_bytes = size or math.prod(extent) * _state.dtypes.item_bits(dtype) // 8
     recorded = source.checksums
@@ -288,7 +288,7 @@ def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -
 
 def _check_metadata(text: bytes, encoding: Encoding, info: LeafInfo) -> None:
     """Raises ValueError if `zarr.json` differs from the record of the leaf."""
-    shape, dtype = _arrays.forms.stored_form(info)
+    shape, dtype = info.stored_shape, info.stored_dtype
     _zarr.metadata.check_metadata(text, encoding, shape, dtype, info.chunk_shape or ())
     _zarr.metadata.check_compact(text)
 

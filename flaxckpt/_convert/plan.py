@@ -122,7 +122,7 @@ def check_sources(state: writers.State) -> None:
     _arrays.read.check_supported(state.table.values(), state.metadata.path)
     stored = {id(s): s for leaf in state.table.values() for s in leaf.stored}
     for source in stored.values():
-        if _arrays.forms.stored_bytes(source.info) > _LARGE:
+        if source.info.stored_bytes > _LARGE:
             _arrays.read.open_one(source)
 
 
@@ -135,7 +135,7 @@ def check_space(
     """
     if options.format == "orbax" and options.layout.codec != "none":
         return
-    needed = sum(_arrays.forms.stored_bytes(info) for info in state.infos)
+    needed = sum(info.stored_bytes for info in state.infos)
     if needed <= _LARGE:
         return
     directory = next(path for path in final.parents if path.is_dir())

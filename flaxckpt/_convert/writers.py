@@ -276,7 +276,7 @@ class _OrbaxTarget:
         shards = (HostShard(piece.region, array),) if array.size else ()
         return HostArray(
             name=self._names[piece.path],
-            shape=_arrays.forms.stored_form(info)[0],
+            shape=info.stored_shape,
             dtype=info.dtype or "",
             chunk_shape=info.chunk_shape or (),
             shards=shards,

@@ -397,7 +397,7 @@ def _stored_array(
     keys: Container[str] | None = None,
 ) -> StoredLeaf:
     """Returns an array of a checkpoint, of which all chunks are read, or `keys`."""
-    form = ArrayForm(*_arrays.forms.stored_form(info), info.chunk_shape or ())
+    form = ArrayForm(info.stored_shape, info.stored_dtype, info.chunk_shape or ())
     checksums = arrays.checksums.get(info.path)
     has_known_keys = arrays.encoding is not None and arrays.version == 3
     find_files = with_chunks = None

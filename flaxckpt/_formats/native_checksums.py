@@ -69,7 +69,7 @@ def _arrays_of(
 ) -> list[tuple[LeafInfo, _Chunks]]:
     """Returns the arrays with their chunks."""
     return [
-        (info, _chunks_of(*_arrays.forms.stored_form(info), shape, encoding))
+        (info, _chunks_of(info.stored_shape, info.stored_dtype, shape, encoding))
         for info in infos
         if (shape := info.chunk_shape) is not None
     ]

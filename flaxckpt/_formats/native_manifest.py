@@ -259,7 +259,7 @@ def _parse_leaf(
     if len(chunk_shape) != len(shape) + bool(impl) or 0 in chunk_shape:
         raise ValueError(f"{path} has chunks {chunk_shape} in an array {shape}")
     if impl:
-        _arrays.forms.check_keys(impl, (*shape, _arrays.forms.key_words(impl)), dtype)
+        _state.dtypes.check_keys(impl, (*shape, _state.dtypes.key_words(impl)), dtype)
     info = LeafInfo(
         path,
         keys[path],

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxckpt import _arrays, _steps, _storage, errors
+from flaxckpt import _steps, _storage, errors
 from flaxckpt._formats import items, orbax_files, orbax_json
 from flaxckpt._formats.items import CHECKPOINT, DATASET, METRICS, METRICS_DIGESTS
 from flaxckpt._formats.orbax_files import StepMetadata
@@ -64,7 +64,7 @@ def checkpoint_metadata(
         recorded.committed,
         recorded.custom,
         dataset in names and dataset not in deleted and (path / str(dataset)).is_dir(),
-        sum(map(_arrays.forms.stored_bytes, infos)),
+        sum(info.stored_bytes for info in infos),
         deleted_items=tuple(sorted(deleted)),
     )
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flaxckpt import _arrays, _formats, _state, _storage, _zarr, errors
+from flaxckpt import _formats, _state, _storage, _zarr, errors
 from flaxckpt._formats import items, native_arrays, orbax_files, orbax_json, plain
 from flaxckpt._formats.orbax_files import Split, TreeMetadata, TreeMetadataRow
 from flaxckpt._formats.reader import Stored
@@ -156,7 +156,7 @@ def _leaf_info(
     try:
         python_type = row.python_type(dtype)
         if impl:
-            _arrays.forms.check_keys(impl, shape, dtype)
+            _state.dtypes.check_keys(impl, shape, dtype)
     except ValueError as error:
         raise errors.DamagedCheckpointError(f"{item}: {path}: {error}") from None
     is_scalar = python_type not in ("jax.Array", "numpy.ndarray")

@@ -125,7 +125,7 @@ def tree_files(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> TreeFiles
         name, is_jax = orbax_json.param_name(info.keys), info.python_type == "jax.Array"
         written = ""
         if info.chunk_shape is not None:
-            shape = _arrays.forms.stored_form(info)[0]
+            shape = info.stored_shape
             written = text(_arrays.layout.write_shape(info, shape))
             impl = {"random_key_impl": info.prng_impl} if info.prng_impl else None
             arrays.append(

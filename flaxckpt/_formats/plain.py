@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._formats.reader import CheckpointMetadata, Stored
 from flaxckpt._state.leaf import EMPTY_STATE, Leaf, LeafTable, StoredLeaf
 from flaxckpt._types import JSON, LeafPath, Shape
@@ -55,7 +55,7 @@ def make_stored(
             step,
             {info.path: info for info in infos},
             custom=custom or {},
-            total_bytes=sum(map(_arrays.forms.stored_bytes, infos)),
+            total_bytes=sum(info.stored_bytes for info in infos),
             unsupported={
                 path: leaf.unsupported.form
                 for path, leaf in table.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from flaxckpt import _arrays, _util, errors
+from flaxckpt import _util, errors
 
 if TYPE_CHECKING:
     from flaxckpt._formats.reader import CheckpointMetadata
@@ -47,7 +47,7 @@ def _branch_table(metadata: CheckpointMetadata) -> Markup:
     for path, info in metadata.leaves.items():
         count = counts.setdefault(path.partition("/")[0], [0, 0])
         count[0] += info.kind != "empty"
-        count[1] += _arrays.forms.stored_bytes(info)
+        count[1] += info.stored_bytes
     header = _util.card.row(["branch", "leaves", "size"], (1, 2), tag="th")
     rows = [
         _util.card.row(

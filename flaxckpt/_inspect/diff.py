@@ -65,7 +65,7 @@ class LeafDiff:
         types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
         if self.a.kind == "string":
             return "different text"
-        count = math.prod(_arrays.forms.stored_form(self.a)[0])
+        count = math.prod(self.a.stored_shape)
         text = (
             f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
             f" most; norm {self.rel_norm:.3g}"
@@ -431,7 +431,7 @@ def _compare(
                 changed[a.info.path] = LeafDiff("values", a.info, b.info, 1)
         else:
             arrays.append((a, b))
-    counter.total = sum(_arrays.forms.stored_bytes(a.info) for a, _ in arrays)
+    counter.total = sum(a.info.stored_bytes for a, _ in arrays)
     differences = {a.info.path: _Differences() for a, _ in arrays}
     others = {a.info.path: b for a, b in arrays}
     pieces = [

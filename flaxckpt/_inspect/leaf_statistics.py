@@ -85,7 +85,7 @@ def statistics_of(
         return LeafStatistics(leaf.info, int(value is not None), values=value)
     _arrays.read.check_supported([leaf], stored.metadata.path)
     counter = _util.progress.Counter(f"reading {leaf_path}")
-    counter.total = 2 * _arrays.forms.stored_bytes(leaf.info)
+    counter.total = 2 * leaf.info.stored_bytes
     with _util.progress.bar(counter):
         return _statistics_of(leaf, bins, counter)
 
@@ -93,7 +93,7 @@ def statistics_of(
 def _statistics_of(
     leaf: Leaf, bins: int, counter: _util.progress.Counter
 ) -> LeafStatistics:
-    count = math.prod(_arrays.forms.stored_form(leaf.info)[0])
+    count = math.prod(leaf.info.stored_shape)
     sums = _RunningSums()
     few: list[Any] = []
     for values in _read(leaf, counter):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from flaxckpt import _arrays, _formats, _inspect, _run, _steps, _storage, errors
+from flaxckpt import _formats, _inspect, _run, _steps, _storage, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._inspect.history import SavedStep, Verdict
@@ -358,7 +358,7 @@ def _elements(info: LeafInfo) -> int:
     """Returns the number of elements that a comparison counts."""
     if info.kind == "string":
         return 1
-    return math.prod(_arrays.forms.stored_form(info)[0])
+    return math.prod(info.stored_shape)
 
 
 def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from flaxckpt import _arrays, _state, _storage, _util, errors
+from flaxckpt import _state, _storage, _util, errors
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath
@@ -56,7 +56,7 @@ def subtrees(
     for path, info in leaves.items():
         keys = tuple(path.split("/")) if path or info.keys else ()
         infos[keys] = info
-        size = _arrays.forms.stored_bytes(info)
+        size = info.stored_bytes
         has_value = info.kind != "empty"
         for depth in range(len(keys) + 1):
             above = keys[:depth]

@@ -9,6 +9,7 @@ import functools
 import re
 
 from flaxckpt import errors
+from flaxckpt._types import Shape
 
 _STORED_AS_IS = frozenset(
     {
@@ -61,6 +62,9 @@ PYTHON_NUMBERS: dict[type, str] = {
     complex: "complex128",
 }
 """Class of a Python number -> its type in numpy."""
+
+_KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
+"""PRNG implementation of jax -> number of 32-bit words of a key."""
 
 _NUMBER = re.compile("[a-z]+([0-9]+)")
 """The bits of a value, in the name of any type but bool."""
@@ -156,3 +160,21 @@ def restores_as(found: str, wanted: str) -> bool:
     if kind(found) == "float":
         return True
     return _value_bits(wanted) > _value_bits(found)
+
+
+@functools.cache
+def key_words(impl: str) -> int:
+    """Returns the number of 32-bit words of a PRNG key; ValueError if unknown."""
+    if words := _KEY_WORDS.get(impl):
+        return words
+    import jax  # only jax knows the implementations that a program registers
+
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return int(key.shape[0])
+
+
+def check_keys(impl: str, shape: Shape, dtype: str) -> None:
+    """Raises ValueError unless an array can be the data of PRNG keys of `impl`."""
+    words = key_words(impl)
+    if dtype != "uint32" or shape[-1:] != (words,):
+        raise ValueError(f"{dtype}{list(shape)} is not an array of {impl[:40]} keys")

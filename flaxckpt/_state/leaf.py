@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from flaxckpt._state import tree
+from flaxckpt._state import dtypes, tree
 from flaxckpt._types import LeafPath, Shape, row
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ class LeafInfo:
             if unknown, or if the shard is the whole leaf.
         role: The role of an optimizer leaf.
         boxes: The boxes around the leaf, the outermost first; only known to transforms.
+        stored_shape: The shape on disk; of a PRNG key, with an axis for its words.
+        stored_dtype: The type on disk; empty for strings and empty containers.
     """
 
     path: LeafPath
@@ -93,6 +97,22 @@ class LeafInfo:
     shard_shape: Shape | None = None
     role: Role | None = None
     boxes: tuple[Box, ...] = ()
+    stored_shape: Shape = dataclasses.field(init=False, repr=False, compare=False)
+    stored_dtype: str = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        info: Any = self  # a row is frozen for type checkers only
+        info.stored_shape = self.shape
+        info.stored_dtype = dtypes.stored_name(self.dtype or "") or ""
+        if self.kind == "prng_key":
+            info.stored_shape = (*self.shape, dtypes.key_words(self.prng_impl or ""))
+
+    @property
+    def stored_bytes(self) -> int:
+        """The uncompressed size of the values, in bytes."""
+        if self.dtype is None:
+            return 0
+        return math.prod(self.stored_shape) * dtypes.item_bits(self.stored_dtype) // 8
 
     @property
     def spec(self) -> PartitionSpec | None:

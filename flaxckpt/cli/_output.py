@@ -94,14 +94,12 @@ def _plain(value: Any) -> Any:
 
 def leaf(info: LeafInfo) -> dict[str, Any]:
     """Returns the JSON object of a leaf."""
-    from flaxckpt import _arrays
-
     return {
         "type": str(info),
         "kind": info.kind,
         "dtype": info.dtype,
         "shape": list(info.shape),
-        "bytes": _arrays.forms.stored_bytes(info),
+        "bytes": info.stored_bytes,
         "python_type": info.python_type,
         "weak_type": info.weak_type,
         "prng_impl": info.prng_impl,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import msgpack
 
-from flaxckpt import _arrays, _state, errors
+from flaxckpt import _state, errors
 from flaxckpt._formats import file_layout, recognise
 from flaxckpt._formats.msgpack import leaves, scanner
 from flaxckpt._state.leaf import LeafInfo
@@ -197,7 +197,7 @@ def _add_leaf(file: file_layout.FileLayout, contents: Contents, info: LeafInfo) 
 
 
 def _add_array(file: file_layout.FileLayout, info: LeafInfo) -> None:
-    shape, dtype = _arrays.forms.stored_form(info)[0], info.dtype or ""
+    shape, dtype = info.stored_shape, info.dtype or ""
     itemsize = _state.dtypes.item_size(dtype)
     elements = math.prod(shape)
     if info.python_type == "numpy.generic":

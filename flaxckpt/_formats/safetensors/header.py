@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state, _util
+from flaxckpt import _state, _util
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, Shape
 
@@ -260,7 +260,7 @@ def short(name: str) -> str:
 
 def dtype_name(info: LeafInfo) -> str | None:
     """Returns the safetensors name of a leaf's element type, or None if lacking."""
-    dtype = _arrays.forms.stored_form(info)[1]
+    dtype = info.stored_dtype
     is_exact = info.kind == "prng_key" or dtype == info.dtype
     return _NAMES.get(dtype) if is_exact else None
 
@@ -275,10 +275,10 @@ def make_header(
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, info in tensors:
-        size = _arrays.forms.stored_bytes(info)
+        size = info.stored_bytes
         rows[name] = {
             "dtype": dtype_name(info),
-            "shape": list(_arrays.forms.stored_form(info)[0]),
+            "shape": list(info.stored_shape),
             "data_offsets": [offset, offset + size],
         }
         offset += size

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt import _arrays, _state, errors
+from flaxckpt import _state, errors
 from flaxckpt._formats import array_names, native_manifest, orbax_json
 from flaxckpt._formats.reader import CheckpointMetadata, Lineage
 from flaxckpt._formats.safetensors import header
@@ -156,7 +156,7 @@ def _check_tensors(
         if info.dtype is None:
             continue
         tensor = tensors[names[info.path]]
-        if _arrays.forms.stored_form(info) != (tensor.shape, tensor.dtype):
+        if (info.stored_shape, info.stored_dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"{info.path} is recorded as {info}, stored as"
                 f" {tensor.dtype}{list(tensor.shape)}"
@@ -190,5 +190,5 @@ def _whole(info: LeafInfo) -> LeafInfo:
     """Returns `info` with a single chunk; chunks of its source do not matter."""
     if info.dtype is None:
         return info
-    shape = tuple([size or 1 for size in _arrays.forms.stored_form(info)[0]])
+    shape = tuple([size or 1 for size in info.stored_shape])
     return dataclasses.replace(info, chunk_shape=shape)

@@ -62,7 +62,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
             {info.path: info for info in described.infos},
             described.metrics,
             custom=described.custom,
-            total_bytes=sum(map(_arrays.forms.stored_bytes, described.infos)),
+            total_bytes=sum(info.stored_bytes for info in described.infos),
             lineage=described.lineage,
             transforms=described.transforms,
         ),

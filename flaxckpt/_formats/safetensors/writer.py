@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flaxckpt import _arrays, _state, errors
+from flaxckpt import _state, errors
 from flaxckpt._formats import file_layout, orbax_json
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._formats.safetensors import header
@@ -58,7 +58,7 @@ def make_layouts(
         file = f"{name}-{n:05}-of-{len(shards):05}{header.SUFFIX}"
         files.append(_make_layout(file, shard, names, of_files))
         weight_map |= {names[info.path]: file for info in shard}
-    size = sum(_arrays.forms.stored_bytes(info) for info in arrays)
+    size = sum(info.stored_bytes for info in arrays)
     index = file_layout.FileLayout(f"{name}{header.INDEX_SUFFIX}")
     index_metadata: dict[str, JSON] = {"total_size": size, **ours}
     index.add(_check_size(header.make_index(weight_map, index_metadata), index.name))
@@ -130,7 +130,7 @@ def _split(
     shard: list[LeafInfo] = []
     total = 0
     for info in arrays:
-        size = _arrays.forms.stored_bytes(info)
+        size = info.stored_bytes
         if shard and max_bytes is not None and total + size > max_bytes:
             yield shard
             shard, total = [], 0
@@ -150,7 +150,7 @@ def _make_layout(
     tensors = [(names[info.path], info) for info in ordered]
     file.add(_check_size(header.make_header(tensors, metadata), name))
     for info in ordered:
-        file.add_values(info.path, 0, _arrays.forms.stored_bytes(info))
+        file.add_values(info.path, 0, info.stored_bytes)
     return file
 
 
@@ -160,7 +160,7 @@ def _place(info: LeafInfo) -> tuple[bool, int]:
     First come sizes that keep the next array aligned, so that it can be mapped; then
     large elements, so that each offset is a multiple of the item size.
     """
-    is_uneven = _arrays.forms.stored_bytes(info) % header.ALIGNMENT != 0
+    is_uneven = info.stored_bytes % header.ALIGNMENT != 0
     return is_uneven, -_state.dtypes.item_bits(info.dtype or "")
 
 
