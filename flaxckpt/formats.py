@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from flaxckpt._formats import Detected, detect, recognises
+from flaxckpt._formats import DetectedFormat as Detected
+from flaxckpt._formats import detect, recognises
 
 __all__ = ["Detected", "detect", "recognises"]

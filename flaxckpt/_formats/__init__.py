@@ -99,7 +99,7 @@ _MAX_TRIED = 20
 """The most entries of a directory to try for an error message."""
 
 
-class Detected(NamedTuple):
+class DetectedFormat(NamedTuple):
     """A recognised checkpoint format.
 
     Attributes:
@@ -125,20 +125,20 @@ def _import_reader(format_name: str) -> Reader:
     return cast("Reader", module)
 
 
-def identify(path: Path) -> Detected | None:
+def identify(path: Path) -> DetectedFormat | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
     with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
         return find_format(path)
 
 
-def find_format(path: Path) -> Detected | None:
+def find_format(path: Path) -> DetectedFormat | None:
     """Returns the result of `identify`, while the caller reads `path`."""
     is_in_store = not _storage.of(path).can_map
     for name, each in _FORMATS.items():
         if is_in_store and not each.is_in_stores:
             continue
         if why := each.recognise(path):
-            return Detected(name, why)
+            return DetectedFormat(name, why)
     return None
 
 
@@ -170,7 +170,7 @@ def recognises(path: Path) -> bool:
     return identify(path) is not None
 
 
-def detect(path: PathLike) -> Detected:
+def detect(path: PathLike) -> DetectedFormat:
     """Returns the format of the checkpoint `path`, and the evidence for it.
 
     Args:

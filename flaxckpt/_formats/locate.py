@@ -14,8 +14,8 @@ from flaxckpt._types import PathLike
 
 _log = logging.getLogger(__name__)
 
-_Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
-_Index: TypeAlias = "_steps.index.StepIndex[_formats.Detected]"
+_Entry: TypeAlias = "_steps.index.Entry[_formats.DetectedFormat]"
+_Index: TypeAlias = "_steps.index.StepIndex[_formats.DetectedFormat]"
 
 
 _ABOUT_LINKS = "which is no step of a run: pass its path alone to load it"
@@ -26,7 +26,7 @@ class Located(NamedTuple):
 
     path: Path
     step: int | None
-    detected: _formats.Detected
+    detected: _formats.DetectedFormat
 
     def open(self, types: Sequence[type] = ()) -> Stored:
         """Reads everything but the arrays of the checkpoint.

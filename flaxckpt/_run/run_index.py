@@ -17,7 +17,7 @@ from flaxckpt._run import metrics as run_metrics
 
 _IDENTITY_BYTES = 2**24
 
-_Entry: TypeAlias = "_steps.index.Entry[_formats.Detected]"
+_Entry: TypeAlias = "_steps.index.Entry[_formats.DetectedFormat]"
 
 
 class RunStep:
