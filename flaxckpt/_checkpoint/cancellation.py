@@ -21,13 +21,10 @@ class Cancellation:
 
     def check(self) -> None:
         """Raises SaveCancelledError if the save is cancelled."""
-        _raise(self._decision.get("message"))
+        if (message := self._decision.get("message")) is not None:
+            raise errors.SaveCancelledError(message)
 
     def close(self) -> None:
         """Ends the time in which the save can be cancelled, or raises its error."""
-        _raise(self._decision.setdefault("message", None))
-
-
-def _raise(message: str | None) -> None:
-    if message is not None:
-        raise errors.SaveCancelledError(message)
+        self._decision.setdefault("message", None)
+        self.check()

@@ -220,7 +220,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         _formats.native_names.check_items(options.items, json_items)
     table, structure = plan_leaves(flatten(state, options), options)
     infos = tuple([leaf.info for leaf in table.values()])
-    check_names(infos, options.items)
+    names = check_names(infos, options.items)
     _formats.native_manifest.check_arrays(infos)
     strings = {
         path: str(leaf.source)
@@ -232,9 +232,9 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         size = sum(info.stored_bytes for info in infos)
         request.on_planned(bytes=size, leaves=len(infos))
     arrays = [
-        (options.items.array_directory(leaf.info), leaf.info.chunk_shape, leaf)
-        for leaf in table.values()
-        if leaf.info.chunk_shape is not None
+        (options.items.array_directory(leaf.info, names[path]), chunk_shape, leaf)
+        for path, leaf in table.items()
+        if (chunk_shape := leaf.info.chunk_shape) is not None
     ]
     devices = {}
     if operation is not None:
@@ -248,6 +248,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
             tuple(request.lineage),
             _transforms.describe(transforms),
         ),
+        names=names,
         json=json_items,
         strings=strings,
         metrics=request.metrics,
@@ -398,11 +399,18 @@ def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None
         )
 
 
-def check_names(infos: Sequence[LeafInfo], items: _formats.items.Items) -> None:
-    """Raises LeafNameError unless the leaves can be stored in their items."""
+def check_names(
+    infos: Sequence[LeafInfo], items: _formats.items.Items
+) -> dict[LeafPath, str]:
+    """Returns Orbax's names of the leaves in their items, by leaf path.
+
+    Raises LeafNameError unless the leaves can be stored in their items.
+    """
     _formats.native_names.check_branches(items, infos)
+    names = {info.path: items.param_name(info) for info in infos}
     for leaves in items.split(infos).values():
-        _formats.native_names.check(leaves, [items.param_name(info) for info in leaves])
+        _formats.native_names.check(leaves, [names[info.path] for info in leaves])
+    return names
 
 
 def _step_around(item: Path) -> int | None:

@@ -226,8 +226,7 @@ class _OrbaxTarget:
         self._state = state
         self._output = Path()
         infos, items = state.infos, state.items
-        self._names = {info.path: items.param_name(info) for info in infos}
-        _checkpoint.save.check_names(infos, items)
+        self._names = _checkpoint.save.check_names(infos, items)
         _formats.native_manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self._total_bytes = sum(piece.nbytes for piece in self.pieces)
@@ -299,6 +298,7 @@ class _OrbaxTarget:
                 *(state.infos, state.structure, state.layout.encoding, state.items),
                 *(state.step, metadata.lineage, metadata.transforms),
             ),
+            names=self._names,
             strings=state.strings,
             metrics=metadata.metrics,
             custom=metadata.custom,

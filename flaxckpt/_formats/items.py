@@ -102,10 +102,14 @@ class Items:
         keys = info.keys if isinstance(self.state, str) else info.keys[1:]
         return orbax_json.param_name(keys)
 
-    def array_directory(self, info: LeafInfo) -> str:
-        """Returns the directory of an array, relative to the checkpoint."""
+    def array_directory(self, info: LeafInfo, name: str | None = None) -> str:
+        """Returns the directory of an array, relative to the checkpoint.
+
+        `name` is the result of `param_name`, if known.
+        """
         item = self.state if isinstance(self.state, str) else self.item_of(info)
-        return f"{prefix(item)}{self.param_name(info)}".rstrip("/")
+        name = self.param_name(info) if name is None else name
+        return f"{item}/{name}".rstrip("/") if item else name
 
     def tree_of_file(self, name: str) -> str | None:
         """Returns the item with a file of array data, a path in the checkpoint."""

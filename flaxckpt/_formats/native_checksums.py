@@ -76,9 +76,14 @@ def _arrays_of(
 
 
 def of_written(
-    manifest: Manifest, written: _arrays.written.Checksums
+    manifest: Manifest,
+    names: Mapping[LeafPath, str],
+    written: Mapping[str, _arrays.written.Written],
 ) -> dict[LeafPath, ChunkChecksums]:
-    """Returns the checksums of new chunks from all processes, by leaf path."""
+    """Returns the checksums of new chunks from all processes, by leaf path.
+
+    `names` are those of the leaves in their items; `written` is by item.
+    """
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}
@@ -86,7 +91,8 @@ def of_written(
     segment_bytes = _choose_bytes(arrays)
     found = {}
     for info, chunks in arrays:
-        recorded = written.get(manifest.items.array_directory(info), {})
+        item = manifest.items.item_of(info)
+        recorded = written[item].checksums.get(names[info.path], {})
         is_cut = chunks.segmented_bytes > segment_bytes
         whole, inner = bytearray(), bytearray()
         for chunk in _arrays.forms.chunks(info):

@@ -24,7 +24,7 @@ from flaxckpt._formats.items import METRICS
 from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._formats.orbax_files import StepMetadata
 from flaxckpt._storage.transaction import MARKER
-from flaxckpt._types import JSON
+from flaxckpt._types import JSON, LeafPath
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Contents:
 
     Attributes:
         manifest: The manifest, without what is known only when all files exist.
+        names: Leaf path -> Orbax's name of the leaf in its item.
         strings: Leaf path -> value of the string leaves.
         dataset: File name -> content of the dataset iterator's state; empty if not
             saved.
@@ -43,6 +44,7 @@ class Contents:
     """
 
     manifest: Manifest
+    names: Mapping[LeafPath, str]
     strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
@@ -63,14 +65,19 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     if not contents.is_item:
         files[items.CHECKPOINT] = _checkpoint_metadata(contents)
     for item, leaves in manifest.items.split(manifest.infos).items():
-        infos = manifest.items.below(leaves)
         root = items.prefix(item)
-        tree = orbax_files.tree_files(infos, zarr_version=manifest.zarr_version)
+        tree = orbax_files.tree_files(
+            [
+                (info, contents.names[info.path])
+                for info in manifest.items.below(leaves)
+            ],
+            zarr_version=manifest.zarr_version,
+        )
         names = (items.TREE, items.SHARDING, items.ARRAYS)
         files |= {f"{root}{n}": c for n, c in zip(names, tree, strict=True)}
         strings = {
-            orbax_json.param_name(info.keys): contents.strings[info.path]
-            for info in infos
+            contents.names[info.path]: contents.strings[info.path]
+            for info in leaves
             if info.kind == "string"
         }
         if strings:
@@ -151,13 +158,8 @@ def seal(
     recorded |= digests
     last: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
-    checksums: _arrays.written.Checksums = {}
     for item, arrays in (written or {}).items():
         start = items.prefix(item)
-        checksums |= {
-            f"{start}{name}" if name else item: chunks  # all of a state of one array
-            for name, chunks in arrays.checksums.items()
-        }
         index = _arrays.write.make_index(arrays.values)
         sizes |= {f"{start}{name}": size for name, size in index.sizes.items()}
         last |= {f"{start}{name}": content for name, content in index.files.items()}
@@ -170,7 +172,9 @@ def seal(
             has_metrics=bool(contents.metrics),
             digests=recorded,
             files=sizes,
-            checksums=native_checksums.of_written(contents.manifest, checksums),
+            checksums=native_checksums.of_written(
+                contents.manifest, contents.names, written or {}
+            ),
         )
         text = orbax_json.dumps(manifest.to_json())
         native_manifest.check_readable(parse(text), manifest.infos)

@@ -116,13 +116,15 @@ class TreeFiles(NamedTuple):
     arrays: bytes
 
 
-def tree_files(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> TreeFiles:
-    """Returns the files that describe a tree."""
+def tree_files(
+    leaves: Iterable[tuple[LeafInfo, str]], *, zarr_version: int
+) -> TreeFiles:
+    """Returns the files that describe a tree of leaves with Orbax's names."""
     text, key_text = functools.cache(_text), functools.cache(_key_text)
     sharding_text = functools.cache(lambda sharding: _text(_text(_sharding(sharding))))
-    leaves, shardings, arrays = [], [], []
-    for info in infos:
-        name, is_jax = orbax_json.param_name(info.keys), info.python_type == "jax.Array"
+    rows, shardings, arrays = [], [], []
+    for info, name in leaves:
+        is_jax = info.python_type == "jax.Array"
         written = ""
         if info.chunk_shape is not None:
             shape = info.stored_shape
@@ -141,13 +143,13 @@ def tree_files(infos: Iterable[LeafInfo], *, zarr_version: int = 3) -> TreeFiles
         is_empty = info.kind == "empty"
         value_type = (EMPTIES if is_empty else _VALUE_TYPES)[info.python_type]
         shape_field = f',"write_shape":{written}' if is_jax else ""
-        leaves.append(
+        rows.append(
             f'{_text(str(names))}:{{"key_metadata":[{keys}],"value_metadata":{{'
             f'"value_type":"{value_type}","skip_deserialize":{_text(is_empty)}'
             f"{shape_field}}}}}"
         )
     metadata = (
-        f'{{"tree_metadata":{{{",".join(leaves)}}},"use_ocdbt":true,'
+        f'{{"tree_metadata":{{{",".join(rows)}}},"use_ocdbt":true,'
         f'"use_zarr3":{_text(zarr_version == 3)},'
         '"store_array_data_equal_to_fill_value":true,"custom_metadata":null}'
     )

@@ -158,11 +158,11 @@ def simulate(
     _check_meshes(infos, processes)
     if staging_copies is not None:
         _check_copies(staging_copies, processes)
-    _checkpoint.save.check_names(infos, options.items)
+    names = _checkpoint.save.check_names(infos, options.items)
     manifest = _formats.native_manifest.Manifest(
         infos, structure, options.layout.encoding
     )
-    contents = _formats.native_contents.Contents(manifest=manifest)
+    contents = _formats.native_contents.Contents(manifest=manifest, names=names)
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
     stored = [info for info in infos if info.chunk_shape is not None]

@@ -23,11 +23,6 @@ def process_count() -> int:
     return int(jax.process_count())
 
 
-def has_joined() -> bool:
-    """Returns True if this process has joined a job by `jax.distributed`."""
-    return bool(jax.distributed.is_initialized())
-
-
 def own_address(network: str | None = None) -> str:
     """Returns this machine's address in the network of the job, or in `network`.
 
