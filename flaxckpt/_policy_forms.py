@@ -34,17 +34,14 @@ class PolicyForm(NamedTuple):
 
     @property
     def option(self) -> str:
-        """Its name as an option."""
         return self.example.partition(":")[0]
 
     @property
     def fields(self) -> list[str]:
-        """The names of the fields."""
         return [field.name for field in dataclasses.fields(self.cls)]
 
     @property
     def types(self) -> list[Any]:
-        """The types of the fields."""
         return [*typing.get_type_hints(self.cls).values()]
 
     def to_dict(self, policy: Any) -> dict[str, Any]:

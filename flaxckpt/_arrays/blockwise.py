@@ -32,7 +32,6 @@ class Piece(NamedTuple):
 
     @property
     def path(self) -> LeafPath:
-        """Leaf path."""
         return self.leaf.info.path
 
     @property
@@ -257,7 +256,6 @@ def _given_part(piece: Piece) -> Array:
 
 
 def _given_value(leaf: Leaf) -> Array:
-    """Returns the value of a leaf held in memory."""
     return _as_array(leaf.source, leaf.info)
 
 

@@ -34,7 +34,6 @@ class DeviceCopy:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the array."""
         return self._copy.dtype
 
     @property

@@ -312,7 +312,6 @@ class Programs:
         self._texts: dict[Hashable, str] = {}
 
     def __call__(self, leaf: Leaf, sources: Sequence[LeafInfo]) -> str:
-        """Returns the program of a computed leaf with stored sources."""
         assert leaf.fn is not None, leaf.info.path
         forms = tuple((info.shape, info.dtype, info.prng_impl) for info in sources)
         key = _form_key(leaf), forms
@@ -393,7 +392,6 @@ def _with_common_type(values: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def to_abstract(info: LeafInfo) -> jax.ShapeDtypeStruct:
-    """Returns the abstract value of a leaf for tracing."""
     if info.kind == "prng_key":
         key = jax.eval_shape(lambda: jax.random.key(0, impl=info.prng_impl))
         return jax.ShapeDtypeStruct(info.shape, key.dtype)

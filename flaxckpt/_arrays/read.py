@@ -182,7 +182,6 @@ def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
 
 
 def new_context() -> ts.Context:
-    """Returns a context for arrays that are read together."""
     return _storage.store_requests.context(
         {
             "file_io_concurrency": {"limit": 32},
@@ -377,7 +376,6 @@ def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStor
 
 
 def completed_future(store: ts.TensorStore) -> ts.Future[ts.TensorStore]:
-    """Returns a future with the result `store`."""
     promise: ts.Promise[ts.TensorStore]
     future: ts.Future[ts.TensorStore]
     promise, future = ts.Promise.new()

@@ -88,7 +88,6 @@ def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
 
 
 def failed_reading(error: Exception) -> Reading:
-    """Returns a reading with an error as its result."""
 
     def fail() -> None:
         raise error

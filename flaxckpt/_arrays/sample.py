@@ -206,7 +206,6 @@ def _summarize(parts: Sequence[Array], counts: Sequence[int]) -> list[LeafSample
 def _histograms(
     values: Array, finite: Array, sizes: Array, low: Array, high: Array
 ) -> list[list[int]]:
-    """Returns the histogram of the finite values of each part."""
     group = np.repeat(np.arange(len(sizes)), sizes)[finite]
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         place = (values[finite] / 2 - low[group] / 2) / (

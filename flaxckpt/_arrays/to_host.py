@@ -290,7 +290,6 @@ def _own_values(array: jax.Array) -> Array:
 
 
 def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
-    """Starts to move arrays to the host."""
     values = [shard.data for array in batch for shard in array.shards]
     copies = [data for data in values if isinstance(data, DeviceCopy)]
     transfers, are_pinned = _start_transfers([copy.value for copy in copies])
@@ -337,7 +336,6 @@ def _end_move(data: Array | jax.Array | DeviceCopy) -> Array | jax.Array:
 def _with_values(
     array: HostArray, values: Sequence[Array | jax.Array | DeviceCopy]
 ) -> HostArray:
-    """Returns an array with other values for its shards."""
     shards = [
         shard._replace(data=value)
         for shard, value in zip(array.shards, values, strict=True)
@@ -405,7 +403,6 @@ def _parts_to_write(
 
 @functools.lru_cache(maxsize=1024)
 def _find_holders(sharding: Sharding, shape: Shape) -> Sequence[bytes]:
-    """Returns `HostShard.holders` of each shard."""
     found = writer_assignment.holders(sharding, shape)
     processes = found.any(axis=0).sum()
     return [

@@ -157,7 +157,6 @@ class DatabaseWriter:
         self._previous = _previous_values(options.previous)
 
     def write(self, batches: Iterable[list[HostArray]]) -> Written:
-        """Writes all arrays."""
         encoding = self._options.encoding
         for batch in batches:
             raw: list[HostArray] = []
@@ -374,7 +373,6 @@ class _DataFile(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         offset, last = self.chunks[-1]
         return offset + last.size
 
@@ -429,5 +427,4 @@ def file_sizes(values: Mapping[bytes, Value]) -> dict[str, int]:
 
 
 def writer(file: str) -> int:
-    """Returns the number of the writer of a file with values."""
     return int(file.removeprefix("d/").partition(".")[0])

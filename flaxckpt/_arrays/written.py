@@ -61,7 +61,6 @@ class Written(NamedTuple):
         self.values.update(other.values)
 
     def to_json(self) -> JSON:
-        """Returns the inverse of `from_json`."""
         return {
             "checksums": {
                 name: {key: _to_text(content) for key, content in chunks.items()}

@@ -95,7 +95,6 @@ class SaveRequest:
 
     @property
     def number(self) -> int:
-        """Step number of a save by a run."""
         assert self.step is not None
         return self.step
 

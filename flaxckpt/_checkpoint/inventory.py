@@ -86,7 +86,6 @@ def make(manifest: Manifest, deleted: Collection[str] = ()) -> Inventory:
 def _files_of_array(
     items: Items, encoding: Encoding, info: LeafInfo
 ) -> Iterator[StoredFile]:
-    """Yields the files of an array in a directory of its own."""
     root, leaves = _formats.items.prefix(items.array_directory(info)), (info.path,)
     codec = _zarr.metadata.choose_codec(encoding, info.stored_shape, info.stored_dtype)
     size = chunk_bytes(encoding, info) or None
@@ -119,7 +118,6 @@ def chunk_bytes(encoding: Encoding, info: LeafInfo) -> int:
 
 
 def checksum_bytes(encoding: Encoding) -> int:
-    """Returns the bytes of the checksum after each chunk."""
     return _zarr.checksums.CHECKSUM_BYTES if encoding.checksum else 0
 
 

@@ -157,7 +157,6 @@ class OptimizerMatcher:
         )
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
-        """Returns the stored leaf at a path outside of all transforms."""
         if (found := self._at(path)) is None:
             return []
         role = self._table[found].info.role

@@ -312,7 +312,6 @@ def _is_orbax(directory: Path) -> bool:
 
 
 def _flaxckpt_files(directory: Path, files: Collection[str]) -> set[str]:
-    """Returns the files of a flaxckpt checkpoint with a manifest."""
     listed, kinds = None, {_formats.items.STATE: "tree"}
     if (manifest := _read_manifest(directory)) is not None:
         listed = inventory.make(manifest)

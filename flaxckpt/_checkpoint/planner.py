@@ -290,7 +290,6 @@ class _RecipeBuilder:
         structure: _state.tree.Node | LeafPath,
         flat: _state.flax_state.FlatState | None = None,
     ) -> Recipe:
-        """Returns the recipe of the collected leaves."""
         return Recipe(
             jobs=tuple(self._jobs),
             derived=tuple(self._derived),
@@ -351,7 +350,6 @@ class _Planner:
         )
 
     def plan(self) -> tuple[RestorePlan, Recipe]:
-        """Returns the plan and the recipe for all leaves."""
         chosen = self._choose()
         for path, leaf in self._flat.table.items():
             if leaf.info.kind != "empty":

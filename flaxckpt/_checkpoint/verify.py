@@ -479,7 +479,6 @@ def _verify_foreign(
 
 
 def _path_in(stored: Stored, item: str, info: LeafInfo) -> LeafPath:
-    """Returns the path in a checkpoint of a leaf of an item."""
     if isinstance(stored.items.state, str):
         return info.path
     return _state.tree.join((_state.tree.Key(item, "key"), *info.keys))

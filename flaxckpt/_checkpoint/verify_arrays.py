@@ -217,7 +217,6 @@ def leaves_in(
 
 
 def arrays_of(stored: Stored, item: str) -> dict[LeafPath, Leaf]:
-    """Returns the leaves of an item that are stored as arrays."""
     return {
         path: leaf
         for path, leaf in stored.table.items()
@@ -279,7 +278,6 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
 
 
 def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -> None:
-    """Checks the metadata of an array in the database `root`."""
     if not isinstance(value, bytes):
         size = min(value.size, _zarr.metadata.MAX_METADATA_BYTES)
         value = _storage.of(root).read_range(root / value.file, value.offset, size)
@@ -303,7 +301,6 @@ class _Content:
         self._size = 0
 
     def take(self, part: memoryview) -> None:
-        """Takes the next part."""
         self._size += len(part)
         if not self._has_checksum:
             return

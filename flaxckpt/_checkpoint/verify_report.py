@@ -236,7 +236,6 @@ class Findings:
         unreadable: Mapping[LeafPath, str] = MappingProxyType({}),
         places: Mapping[str, str] = MappingProxyType({}),
     ) -> VerifyReport:
-        """Returns the report on the checkpoint `path`."""
         return VerifyReport(
             path=str(path),
             format=format_name,
@@ -262,7 +261,6 @@ class Findings:
         return None
 
     def run(self, checks: Sequence[Check]) -> None:
-        """Runs all `checks` in several threads."""
         _util.threads.each(
             lambda check: self.attempt(check.name, check.run, StoredPlace(check.file)),
             checks,

@@ -66,7 +66,6 @@ class ModelFiles:
 
     @property
     def names(self) -> list[str]:
-        """The names of all files."""
         return [*self.others, *([] if self.config is None else [model_config.NAME])]
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:

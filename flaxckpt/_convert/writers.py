@@ -59,7 +59,6 @@ class State:
 
     @property
     def infos(self) -> tuple[LeafInfo, ...]:
-        """Metadata of all leaves."""
         return tuple([leaf.info for leaf in self.table.values()])
 
     def pieces(self, *, by_chunk: bool) -> list[Piece]:

@@ -112,7 +112,6 @@ class DetectedFormat(NamedTuple):
 
     @property
     def reader(self) -> Reader:
-        """The reader of the format."""
         return _import_reader(self.format)
 
     def __str__(self) -> str:
@@ -416,7 +415,6 @@ def _describe_archive(path: Path) -> str:
 
 
 def _describe_hdf5(path: Path) -> str:
-    """Describes an HDF5 file."""
     if path.name.endswith((".weights.h5", ".keras")):
         return f"a file of weights of Keras, in HDF5. {_ABOUT_KERAS}"
     return (

@@ -241,7 +241,6 @@ def _read_trees(
 
 
 def _read_texts(path: Path, listing: _ItemListing, json: items.JsonItems) -> _Branches:
-    """Returns JSON items as trees."""
     parts: dict[str, Stored] = {}
     left_out = dict(listing.left_out)
     for item, value in json.items():
@@ -320,7 +319,6 @@ def _merge(path: Path, parts: Mapping[str, Stored]) -> Stored:
 
 
 def _nest(path: Path, item: str, leaf: Leaf) -> Leaf:
-    """Returns a leaf of an item as a leaf of the checkpoint `path`."""
     key = _state.tree.Key(item, "key")
     info, role = leaf.info, leaf.info.role
     if role is not None:

@@ -39,7 +39,6 @@ class FileLayout:
         self.runs: dict[LeafPath, list[Run]] = {}
 
     def add(self, content: bytes) -> None:
-        """Appends literal bytes."""
         self.literals.append((self.size, content))
         self.size += len(content)
 
@@ -50,7 +49,6 @@ class FileLayout:
 
 
 def write_literals(descriptor: int, layout: FileLayout) -> None:
-    """Writes all literal bytes of a file."""
     for offset, content in layout.literals:
         _write_at(descriptor, memoryview(content), offset)
 

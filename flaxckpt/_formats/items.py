@@ -70,7 +70,6 @@ class Items:
 
     @property
     def trees(self) -> tuple[str, ...]:
-        """The items with arrays."""
         return (self.state,) if isinstance(self.state, str) else self.state
 
     def item_of(self, info: LeafInfo) -> str:
@@ -227,7 +226,6 @@ def find_json(item: Path) -> Path | None:
 
 
 def json_advice(file: Path) -> str:
-    """Returns advice on reading the file of a JSON item."""
     name = errors.printable(str(file))
     return f"read it with json.loads(pathlib.Path({name!r}).read_text())"
 

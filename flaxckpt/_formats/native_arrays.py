@@ -50,7 +50,6 @@ def check_size(form: ArrayForm, stored_bytes: int) -> None:
 
 
 def _parse_as(text: bytes, form: ArrayForm) -> Chunks:
-    """Returns the chunks by the metadata of an array."""
     chunks = _parse(text)
     if (stored := chunks.form) != form:
         raise ValueError(

@@ -67,7 +67,6 @@ def _choose_bytes(arrays: Sequence[tuple[LeafInfo, _Chunks]]) -> int:
 def _arrays_of(
     infos: Sequence[LeafInfo], encoding: Encoding
 ) -> list[tuple[LeafInfo, _Chunks]]:
-    """Returns the arrays with their chunks."""
     return [
         (info, _chunks_of(info.stored_shape, info.stored_dtype, shape, encoding))
         for info in infos
@@ -159,7 +158,6 @@ def from_json(
 
 
 def _decode(path: LeafPath, text: str, size: int) -> bytes:
-    """Returns the `size` bytes of checksums of a leaf."""
     try:
         content = base64.b64decode(text, validate=True)
     except (binascii.Error, TypeError):

@@ -193,7 +193,6 @@ def _digests_of_files(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def seal_name(digests: Mapping[str, str]) -> str:
-    """Returns the name of the file with the digest of the manifest with `digests`."""
     return MARKER if items.CHECKPOINT in digests else items.SEAL
 
 

@@ -64,11 +64,9 @@ class Manifest(NamedTuple):
 
     @property
     def zarr_version(self) -> int:
-        """Version of the zarr format of the arrays."""
         return 3 if self.encoding is None else self.encoding.version
 
     def segment_bytes(self) -> int:
-        """Returns the bytes of the segments of new chunks."""
         return native_checksums.choose_bytes(self.infos, self.encoding)
 
     def to_json(self) -> dict[str, JSON]:
@@ -244,7 +242,6 @@ def leaf_row(info: LeafInfo) -> JSON:
 def _parse_leaf(
     row: Any, keys: Mapping[LeafPath, tuple[_state.tree.Key, ...]]
 ) -> LeafInfo:
-    """Parses a row of `leaf_row`."""
     path, python_type = row["path"], row["type"]
     impl = row.get("prng_impl")
     if python_type in EMPTIES:
@@ -318,7 +315,6 @@ def _encoding_row(encoding: Encoding) -> JSON:
 
 
 def _parse_encoding(row: Any) -> Encoding:
-    """Returns the encoding of the chunks of all arrays."""
     version = row.get("zarr_version", 3)
     if version not in (2, 3):
         raise ValueError(f"its arrays are in zarr {str(version)[:20]}, wanted 2 or 3")

@@ -246,7 +246,6 @@ def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:
 
 
 def metrics_digests(*contents: bytes, step: int | None) -> bytes:
-    """Returns the content of `metrics/digests` that accepts any of `contents`."""
     digests = [_storage.files.digest(content) for content in contents]
     return _digests_text(digests, step)
 

@@ -172,12 +172,10 @@ class TreeMetadataRow(NamedTuple):
 
     @property
     def path(self) -> LeafPath:
-        """The leaf path."""
         return _state.tree.join(self.keys)
 
     @property
     def name(self) -> str:
-        """Orbax's name of the leaf."""
         return orbax_json.param_name(self.keys)
 
     @property
@@ -187,7 +185,6 @@ class TreeMetadataRow(NamedTuple):
 
     @property
     def is_array(self) -> bool:
-        """True for a leaf that is stored as an array."""
         return self.value_type != "string" and self.empty_type is None
 
     def python_type(self, dtype: str) -> str:
@@ -230,7 +227,6 @@ class TreeMetadata(NamedTuple):
 
 
 def _parse_keys(row: Any) -> tuple[_state.tree.Key, ...]:
-    """Returns the keys of a row of `_METADATA`."""
     keys = []
     for key in row["key_metadata"]:
         name = key["key"]
@@ -273,7 +269,6 @@ def _sharding(sharding: Sharding | None) -> JSON:
 
 
 def _device_ids(devices: Any) -> JSON:
-    """Returns the ids in a nested list of devices."""
     if isinstance(devices, list):
         return [_device_ids(part) for part in devices]
     return {"id": int(devices.id)}

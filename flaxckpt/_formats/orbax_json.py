@@ -24,7 +24,6 @@ to_text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dumps(data: JSON) -> bytes:
-    """Returns `to_text` as bytes."""
     return to_text(data).encode()
 
 

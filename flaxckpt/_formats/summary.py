@@ -42,7 +42,6 @@ def as_card(metadata: CheckpointMetadata) -> str:
 
 
 def _branch_table(metadata: CheckpointMetadata) -> Markup:
-    """Returns a table with a row for each branch of the state."""
     counts: dict[str, list[int]] = {}
     for path, info in metadata.leaves.items():
         count = counts.setdefault(path.partition("/")[0], [0, 0])

@@ -55,7 +55,6 @@ class _Zarr2:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a decoded chunk."""
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
 

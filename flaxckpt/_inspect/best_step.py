@@ -54,7 +54,6 @@ def find(
 
 
 def end(mode: Literal["min", "max"]) -> Literal["lowest", "highest"]:
-    """Returns the end of the values that is best."""
     return "highest" if mode == "max" else "lowest"
 
 

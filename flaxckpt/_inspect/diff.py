@@ -523,7 +523,6 @@ class _Differences:
         self.changes += _square(change) if np.isfinite(change).all() else math.inf
 
     def leaf_diff(self, kind: Kind, a: LeafInfo, b: LeafInfo) -> LeafDiff:
-        """Returns the difference of the whole leaf."""
         norm = math.sqrt(self.squares)
         change = math.sqrt(self.changes)
         relative = change / norm if norm else (math.inf if change else 0.0)

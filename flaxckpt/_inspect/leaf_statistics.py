@@ -182,7 +182,6 @@ class _RunningSums:
         self.zeros = self.nans = self.infs = 0
 
     def add(self, values: Array) -> None:
-        """Adds a part."""
         self.zeros += int(np.count_nonzero(values == 0))
         self.nans += int(np.count_nonzero(np.isnan(values)))
         self.infs += int(np.count_nonzero(np.isinf(values)))

@@ -172,7 +172,6 @@ def _describe(
 
 
 def _mark_newest(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Returns the steps with `latest` on the newest undamaged step."""
     good = [step for step in steps if step.damage is None]
     return tuple(
         dataclasses.replace(step, marks=("latest", *step.marks))

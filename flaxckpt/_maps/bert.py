@@ -36,7 +36,6 @@ def encoder(base: str) -> tuple[Tensor, ...]:
 
 
 def shapes(base: str) -> dict[str, str]:
-    """Returns the shapes of these tensors."""
     words, layer = f"{base}.embeddings", f"{base}.encoder.layer.{{i}}"
     square = "hidden_size hidden_size"
     return {

@@ -45,7 +45,6 @@ _VISION_MODEL = (
 
 
 def _shapes(model: str) -> dict[str, str]:
-    """Returns the shapes of layers."""
     layer = f"{model}_model.encoder.layers.{{i}}"
     attention = f"{layer}.self_attn.{{p:q_proj|k_proj|v_proj|out_proj}}"
     width, inner = (

@@ -39,7 +39,6 @@ def conv(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
 
 
 def conv1d(name: str) -> tuple[Tensor, ...]:
-    """Returns the rows of `Conv1d`."""
     return _kernel_and_bias(name, None, "o e x -> x e o")
 
 
@@ -66,7 +65,6 @@ def norm(name: str, target: LeafPath | None = None) -> tuple[Tensor, ...]:
 
 
 def embedding(name: str) -> tuple[Tensor, ...]:
-    """Returns the row of `Embedding`."""
     return (Tensor(f"{name}.weight", f"{name.replace('.', '/')}/embedding"),)
 
 

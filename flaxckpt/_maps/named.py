@@ -136,7 +136,6 @@ def find_for_export(
 def _no_layout(
     family: Family, faults: dict[_MapCandidate, errors.OptionError]
 ) -> errors.OptionError:
-    """Returns the error for a checkpoint that no layout fits."""
     of_layouts = {candidate.target: faults[candidate] for candidate in reversed(faults)}
     if len(of_layouts) == 1:
         return next(iter(of_layouts.values()))
@@ -214,7 +213,6 @@ def candidates(
 def _matches(
     names: Iterable[str], prefix: LeafPath, table: LeafTable
 ) -> frozenset[LeafPath]:
-    """Returns the leaves below `prefix` that have one of the names."""
     begin = f"{prefix}/" if prefix else ""
     pattern = re.compile("|".join(parse_name(name).pattern.pattern for name in names))
     return frozenset(

@@ -110,7 +110,6 @@ def _prefixes(path: LeafPath) -> list[LeafPath]:
 
 
 def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:
-    """Returns the error message for a path missing in a checkpoint."""
     near, is_similar = _find_near(metadata.leaves, path)
     names = [_util.folding.LeafLine(errors.name_leaf(name)) for name in near]
     shown = [row.name for row in _util.folding.fold(names)]

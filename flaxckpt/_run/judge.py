@@ -185,7 +185,6 @@ class Judge:
     def find_reasons(
         self, keep: Sequence[PreservationPolicy], steps: Mapping[int, run_index.RunStep]
     ) -> dict[int, list[str]]:
-        """Returns the reasons of the policies `keep` for keeping each step."""
         reasons = policies.decide(
             keep,
             [*steps.values()],
@@ -337,7 +336,6 @@ class Judge:
         rules: Rules,
         just_saved: int | None,
     ) -> list[tuple[int, str]]:
-        """Returns the items to delete from the steps that stay: step and item."""
         # Finish deletions that were begun.
         doomed = {
             (number, item)

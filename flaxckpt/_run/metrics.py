@@ -27,7 +27,6 @@ class FileCache(Generic[T]):
         self._values: dict[Path, tuple[_storage.Stamp, T]] = {}
 
     def __call__(self, path: Path) -> T:
-        """Returns the value of the step `path`."""
         return self.read(path)[1]
 
     def read(self, path: Path) -> tuple[_storage.Stamp, T]:

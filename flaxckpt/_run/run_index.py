@@ -46,7 +46,6 @@ class RunStep:
 
     @functools.cached_property
     def markers(self) -> _steps.markers.Status:
-        """The markers of the step."""
         return _steps.markers.status(self.path, self._entry.files)
 
     @functools.cached_property

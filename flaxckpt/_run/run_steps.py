@@ -133,7 +133,6 @@ class RunSteps:
         return self.retention.index.damaged_paths()
 
     def metrics(self, path: Path) -> Mapping[str, float]:
-        """Returns the metrics stored with the step at `path`."""
         return self.retention.index.metrics(path)
 
     def find_best(self, policy: policies.BestN) -> int | None:
@@ -141,7 +140,6 @@ class RunSteps:
         return max(policy.preserved(self._ranked_steps()), default=None)
 
     def _ranked_steps(self) -> list[policies.Ranked]:
-        """Returns the steps that policies count."""
         steps = self.retention.index.read().values()
         return [step for step in steps if step.is_counted]
 
@@ -341,7 +339,6 @@ class RunSteps:
         self.change(step, edit.pin)
 
     def unpin(self, step: int) -> None:
-        """Removes the pin of a step."""
         self.change(step, edit.unpin, _steps.markers.PIN)
 
     def make_permanent(self, step: int) -> None:

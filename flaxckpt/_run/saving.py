@@ -466,7 +466,6 @@ class Saves:
         return step in self._own_steps and is_there
 
     def add_own(self, step: int) -> None:
-        """Counts a restored step as an own step."""
         self._own_steps.add(step)
         self._begun, self._saved_since = step, set()
         if self._run.part_tier is not None:

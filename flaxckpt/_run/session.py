@@ -130,7 +130,6 @@ class Session:
             self.trainers = (*self.trainers, trainer)
 
     def detach(self, trainer: Trainer) -> None:
-        """Undoes `attach`."""
         self.trainers = tuple(each for each in self.trainers if each is not trainer)
 
     def settle(self) -> None:

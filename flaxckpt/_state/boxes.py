@@ -73,7 +73,6 @@ def with_boxes(table: LeafTable, structure: tree.Node | LeafPath) -> LeafTable:
 
 
 def jax_keys(info: LeafInfo) -> list[JaxKey]:
-    """Returns the keys of a leaf including the fields of boxes."""
     keys: list[JaxKey] = []
     start = 0
     for box in info.boxes:
@@ -86,5 +85,4 @@ def jax_keys(info: LeafInfo) -> list[JaxKey]:
 
 
 def jax_path(info: LeafInfo) -> LeafPath:
-    """Returns the leaf path including the fields of boxes."""
     return tree.join([key.key for key in jax_keys(info)])

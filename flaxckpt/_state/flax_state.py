@@ -575,7 +575,6 @@ def _drop_repeated(
 def _leaf_paths(
     state: PyTree, repeated: Mapping[_GraphPath, _GraphPath]
 ) -> dict[_GraphPath, LeafPath]:
-    """Returns the leaf path of each path in `repeated`."""
     if not repeated:
         return {}
     places = [keys for keys, _ in _find_nodes(state, is_object)]

@@ -232,7 +232,6 @@ class Leaf:
 
     @property
     def stored(self) -> list[StoredLeaf]:
-        """The sources that are in checkpoints."""
         return [source for source in self.sources if isinstance(source, StoredLeaf)]
 
     @property

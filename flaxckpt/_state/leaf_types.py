@@ -28,7 +28,6 @@ class LeafType:
 
     @property
     def name(self) -> str:
-        """The name of the class in checkpoints."""
         return f"{self.cls.__module__}:{self.cls.__qualname__}"
 
 

@@ -19,7 +19,6 @@ def name(dtype: Any) -> str:
 
 @functools.cache
 def to_numpy(dtype_name: str) -> np.dtype[Any]:
-    """Returns the numpy dtype called `dtype_name`."""
     dtypes.check(dtype_name)
     return np.dtype(getattr(ml_dtypes, dtype_name, dtype_name))
 

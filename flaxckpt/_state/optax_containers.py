@@ -16,12 +16,10 @@ _STATES_WITHOUT_SUFFIX = frozenset(("ApplyEvery", "WeightDecaySchedule"))
 
 
 def holds_states(field: tree.Key) -> bool:
-    """Returns True for a field that holds the states of other transforms."""
     return "state" in str(field.name)
 
 
 def leaves(node: tree.Node | LeafPath) -> Iterator[LeafPath]:
-    """Yields the paths of all leaves in `node`."""
     if isinstance(node, str):
         yield node
         return

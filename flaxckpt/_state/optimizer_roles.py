@@ -44,7 +44,6 @@ class LeafFacts(NamedTuple):
     seat: LeafPath = ""
 
     def role(self, path: LeafPath) -> Role:
-        """Returns the role of the leaf at `path`."""
         if not self.state_class:
             # Fields without a class help to match leaves, and are not recorded.
             skip = len(self.optimizer) + 1 if self.optimizer else 0
@@ -128,7 +127,6 @@ class _MirroredParams(NamedTuple):
     is_masked: bool
 
     def leaves(self) -> set[LeafPath]:
-        """Returns the leaf paths of the possible parameters."""
         return {root + param for root in self.roots for param in self.params}
 
 
@@ -534,7 +532,6 @@ class _Roles:
 
 
 def _prefix_beside(keys: Keys) -> LeafPath:
-    """Returns the path prefix of all leaves beside the container at `keys`."""
     return tree.join(keys[:-1]) + "/" if keys[:-1] else ""
 
 

@@ -125,7 +125,6 @@ def escape(name: str) -> str:
 
 
 def unescape(part: LeafPath) -> str:
-    """Returns the key for a part of a leaf path."""
     return part.replace("%2F", "/").replace("%25", "%")
 
 

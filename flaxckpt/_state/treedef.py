@@ -62,7 +62,6 @@ _TAGS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 
 def has_fields(cls: type, children: Collection[str | int]) -> bool:
-    """Returns True for a dataclass whose children are fields."""
     if not dataclasses.is_dataclass(cls):
         return False
     return {*children} <= {field.name for field in dataclasses.fields(cls)}
@@ -82,7 +81,6 @@ def aux_to_json(aux: Any) -> dict[str, JSON]:
 
 
 def aux_from_json(data: JSON) -> Any:
-    """Returns the auxiliary data that `aux_to_json` has written."""
     match data:
         case [str(tag), *items] if tag in _TAGS:
             values = [aux_from_json(item) for item in items]

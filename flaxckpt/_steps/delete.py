@@ -77,7 +77,6 @@ def delete_item(
 
 
 def in_item(files: Sequence[str], item: str) -> list[str]:
-    """Returns those of the files of a step that are in an item."""
     return [name for name in files if f"{name}/".startswith(f"{item}/")]
 
 

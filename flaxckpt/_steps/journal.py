@@ -71,7 +71,6 @@ class EventJournal:
                 self._flush()
 
     def close(self) -> None:
-        """Writes the remaining events."""
         # `write` has reported the error already.
         with self._writing.get(), contextlib.suppress(OSError):
             self._flush()

@@ -110,7 +110,6 @@ def is_marker(name: str) -> bool:
 
 
 def is_copied(name: str) -> bool:
-    """Returns True for the name of a marker to copy with the step."""
     return name in (DATASET_DELETED, MEASURED) or name.startswith(_ITEM_DELETED)
 
 
@@ -172,7 +171,6 @@ def make_permanent(path: Path) -> None:
 
 
 def mark_item_deleted(path: Path, item: str) -> None:
-    """Marks an item of the step at `path` as deleted on purpose."""
     if not is_item_deleted(path, item):
         _write(path, deletion_marker(item), _CONTENT)
 
@@ -209,7 +207,6 @@ def mark_measured(path: Path) -> None:
 
 
 def is_damaged(path: Path) -> bool:
-    """Returns True for a step marked as damaged."""
     return _storage.of(path).exists(path / DAMAGED)
 
 
@@ -307,7 +304,6 @@ def read_upload_marker(path: Path) -> UploadMarker | None:
 
 
 def is_marked_for_upload(path: Path) -> bool:
-    """Returns True for a step still to be uploaded."""
     return (path / NOT_UPLOADED).is_file()
 
 
@@ -325,7 +321,6 @@ def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
 
 
 def unmark_upload(path: Path) -> None:
-    """Removes the upload marker of the step at `path`."""
     _remove(path, NOT_UPLOADED)
 
 
@@ -343,7 +338,6 @@ class StepParts(NamedTuple):
     files: tuple[dict[str, int], ...]
 
     def content(self) -> bytes:
-        """Returns the content of the marker."""
         return json.dumps(self._asdict()).encode()
 
     def without(self, items: Collection[str]) -> StepParts:

@@ -64,7 +64,6 @@ class StepFormat:
             )
 
     def name(self, step: int) -> str:
-        """Returns the directory name of `step`."""
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
@@ -136,7 +135,6 @@ def list_formats(name: str) -> list[StepFormat]:
 
 
 def is_usual_prefix(text: str) -> bool:
-    """Returns True for a usual prefix of step names."""
     return _USUAL_PREFIX.fullmatch(text) is not None
 
 

@@ -57,7 +57,6 @@ class _Listing:
         return at < len(keys) and keys[at] == key
 
     def under(self, prefix: str) -> list[str]:
-        """Returns the listed keys with this prefix."""
         keys = self.keys or []
         start = bisect.bisect_left(keys, prefix)
         rest = itertools.islice(keys, start, None)
@@ -293,7 +292,6 @@ class Bucket:
             )
 
     def delete_under(self, prefix: str) -> None:
-        """Removes all keys with a prefix."""
         self.delete_all(self.keys(prefix))
 
     def delete_all(

@@ -148,7 +148,6 @@ def temporary_file(file: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Returns True for the name of a result of `temporary_file`."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

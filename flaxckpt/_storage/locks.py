@@ -318,7 +318,6 @@ dead: Nobody.
 
 
 def _status(lock: StoredValue) -> _Status:
-    """Returns who uses a lock."""
     holder, now = _holder(lock), time.monotonic()
     is_here = holder is not None and holder.machine == _machine()
     if holder is not None and holder.is_free:

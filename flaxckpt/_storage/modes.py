@@ -56,7 +56,6 @@ def _is_usable(mode: int) -> bool:
 
 
 def of_file(mode: int) -> int:
-    """Returns the mode of files in directories with `mode`."""
     return mode & _FILE
 
 

@@ -68,18 +68,15 @@ class RemotePath(_Base):
 
     @property
     def store(self) -> Bucket:
-        """The bucket of the path."""
         scheme, _, bucket = self.parts[0].partition(":")
         return store_settings.of(scheme, bucket)
 
     @property
     def key(self) -> str:
-        """The key of the object at this path."""
         return "/".join(self.parts[1:])
 
     @property
     def prefix(self) -> str:
-        """The prefix of the keys below this path."""
         return f"{self.key}/" if self.parts[1:] else ""
 
     def keys(self) -> list[str]:
@@ -127,7 +124,6 @@ class RemotePath(_Base):
         return directories
 
     def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Yields the paths of the entries in this directory."""
         for name in self.names():
             yield self / name
 
@@ -175,7 +171,6 @@ class RemotePath(_Base):
         return stored.value
 
     def read_text(self, encoding: str = "utf-8") -> str:  # type: ignore[override]
-        """Returns the content of the object as text."""
         return self.read_bytes().decode(encoding)
 
     def open(self, mode: str = "r", **options: Any) -> IO[Any]:  # type: ignore[override]
@@ -191,7 +186,6 @@ class RemotePath(_Base):
         return len(content)
 
     def write_text(self, content: str, encoding: str = "utf-8") -> int:  # type: ignore[override]
-        """Writes the object as text."""
         return self.write_bytes(content.encode(encoding))
 
     def touch(self) -> None:  # type: ignore[override]
@@ -224,7 +218,6 @@ def real(path: Path) -> str:
 
 
 def is_remote(path: object) -> TypeGuard[RemotePath]:
-    """Returns True for a path in an object store."""
     return isinstance(path, RemotePath)
 
 

@@ -71,7 +71,6 @@ def of(scheme: str, bucket: str) -> Bucket:
 
 
 def _completed(scheme: str, options: StoreOptions) -> StoreOptions:
-    """Completes options from the environment."""
     if scheme != "s3":
         return options
     endpoint = options.endpoint or _variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")

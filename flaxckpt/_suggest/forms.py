@@ -189,7 +189,6 @@ def _described(
     source: Axes,
     target: Axes,
 ) -> Candidate:
-    """Returns the form with its traits."""
     gathered, scattered = len(source.indices), len(target.indices)
     own = [atoms for atoms in left[gathered:] if math.prod(_sizes(atoms, sizes)) > 1]
     last = next(

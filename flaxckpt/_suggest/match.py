@@ -179,7 +179,6 @@ def _is_run(values: Sequence[int]) -> bool:
 def _fitting(
     pairs: Iterable[tuple[Shape, Shape]], counts: Shape, cuts: Shape
 ) -> tuple[forms.Candidate, ...]:
-    """Returns the forms that fit all pairs of shapes."""
     common: dict[object, forms.Candidate] | None = None
     for shape, wanted in pairs:
         found: dict[object, forms.Candidate] = {

@@ -67,7 +67,6 @@ class Pattern:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The positions of the indices that are numbers."""
         return tuple(at for at, words in enumerate(self.words) if not words)
 
     @functools.cached_property

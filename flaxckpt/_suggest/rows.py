@@ -25,7 +25,6 @@ def form_of(row: Row) -> str | None:
 
 
 def as_code(row: Row) -> str:
-    """Returns a row as Python."""
     return f"({', '.join(map(_quoted, row))})"
 
 
@@ -158,7 +157,6 @@ class RowNames:
     def _form(
         self, form: forms.Candidate, gathered: Sequence[str], scattered: Sequence[str]
     ) -> str:
-        """Returns a form as text."""
         named: dict[int, str] = {}
         for name, atoms in zip(gathered, form.left, strict=False):
             named[atoms[0]] = name
@@ -187,7 +185,6 @@ class RowNames:
         return f"{text(form.left)} -> {text(form.right)}"
 
     def _sized(self, letter: str, size: int) -> str:
-        """Returns the name of an axis of this size."""
         for nth in itertools.count(1):
             name = letter if nth == 1 else f"{letter}{nth}"
             if self.sizes.setdefault(name, size) == size:
@@ -221,7 +218,6 @@ def _is_start(stored: set[int], first: int, count: int) -> bool:
 
 
 def _filled(pattern: Pattern, texts: Mapping[int, str]) -> str:
-    """Returns the name of a pattern with texts for its indices."""
     text = pattern.pieces[0]
     for at, piece in enumerate(pattern.pieces[1:]):
         text += texts[at] + piece

@@ -188,7 +188,6 @@ def _last(path: LeafPath) -> str:
 def _changes(
     tensor: Tensor, table: Sequence[Tensor], family: Family
 ) -> tuple[str, ...]:
-    """Returns the changes of the values of a tensor in a layout."""
     changes = []
     if tensor.times is not None:
         size = str(family.sizes[tensor.times]).partition("|")[0]

@@ -87,7 +87,6 @@ class CompletedStep:
         return is_replaced and bool(step_counter.read_counters(state))
 
     def release_state(self) -> None:
-        """Releases the kept state."""
         self._state = None
 
     @property

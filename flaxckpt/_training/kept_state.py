@@ -266,7 +266,6 @@ def _kind(array: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _fingerprint_values(array: Any) -> Any:
-    """Returns a fingerprint of the values of an array."""
     return _fingerprint(np.asarray(array))
 
 

@@ -24,7 +24,6 @@ def watch(callback: CheckpointCallback) -> None:
 
 
 def forget(callback: CheckpointCallback) -> None:
-    """Undoes `watch`."""
     _begun.discard(callback)
 
 

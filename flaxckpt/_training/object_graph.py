@@ -28,13 +28,11 @@ class _Slot(NamedTuple):
         return isinstance(self.container, Mapping | Sequence)
 
     def get(self) -> Any:
-        """Returns the array."""
         if self.is_item:
             return self.container[self.key]
         return getattr(self.container, self.key)
 
     def set(self, value: Any) -> None:
-        """Replaces the array."""
         if self.is_item:
             self.container[self.key] = value
         else:
@@ -93,12 +91,10 @@ class ObjectGraph:
         return not any(contents.have_changed() for contents in self._contents)
 
     def values(self) -> list[Any]:
-        """Returns all values."""
         values = [_raw_value(variable) for variable in self._variables]
         return values + [slot.get() for slot in self._slots]
 
     def set_values(self, values: Sequence[Any]) -> None:
-        """Replaces all values."""
         variables = values[: len(self._variables)]
         for variable, value in zip(self._variables, variables, strict=True):
             _set_raw_value(variable, value)

@@ -82,7 +82,6 @@ class SaveInterval:
         self._reported: Choice | None = None
 
     def settings(self) -> dict[str, float | None]:
-        """Returns the arguments that choose the interval."""
         return {"overhead": self._overhead, "mtbf_secs": self._mtbf_secs}
 
     def begin_step(self) -> None:
@@ -151,7 +150,6 @@ class SaveInterval:
 
     @property
     def reason(self) -> str:
-        """The reason of a save that is due."""
         if self._choice is None:
             return "the cost of a save is measured"
         return self._choice.reason

@@ -145,7 +145,6 @@ def _with_map(
     source: PathLike,
     state: PyTree,
 ) -> RestoreOptions:
-    """Returns `options` with the transforms of the map before the others."""
     if isinstance(source_map, str):
         source_map = named.find_for_state(source_map, source, state)
     return dataclasses.replace(options, transforms=(*source_map, *options.transforms))

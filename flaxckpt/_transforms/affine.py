@@ -164,12 +164,10 @@ def _check_finite(name: str, value: float) -> float:
 
 
 def add(value: float) -> ArrayFn:
-    """Returns the function that adds `value`."""
     return lambda x: x + _operand(x, value)
 
 
 def multiply_by(factor: float) -> ArrayFn:
-    """Returns the function that multiplies by `factor`."""
     return lambda x: x * _operand(x, factor)
 
 

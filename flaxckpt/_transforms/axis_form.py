@@ -94,7 +94,6 @@ class Form(AxisMap):
 
     @property
     def names(self) -> frozenset[str]:
-        """All names in the form."""
         return frozenset(name for axis in self.old for name in axis)
 
     def position(self, name: str) -> int:
@@ -103,7 +102,6 @@ class Form(AxisMap):
         return at - len(self.old) if ELLIPSIS in self.old[:at] else at
 
     def without(self, name: str) -> Form:
-        """Returns the form of the arrays along the axis `name`."""
         old, new = (
             [axis for axis in side if axis != (name,)] for side in (self.old, self.new)
         )
@@ -126,7 +124,6 @@ class Form(AxisMap):
 
 
 def _axes(side: str, text: str) -> Iterator[Axis]:
-    """Yields the axes on one side of a form."""
     inner: list[str] | None = None
     at, side = 0, side.rstrip()
     while at < len(side):

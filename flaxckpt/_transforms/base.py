@@ -366,7 +366,6 @@ def untouched(new: LeafTable, old: LeafTable) -> list[LeafPath]:
 
 
 def move(leaf: Leaf, path: LeafPath) -> Leaf:
-    """Returns `leaf` with another path."""
     info = leaf.info
     if info.path == path:
         return leaf

@@ -235,7 +235,6 @@ def _find_other_scheme(path: LeafPath, table: LeafTable) -> LeafPath | None:
 
 
 def _is_scale(path: LeafPath, table: LeafTable) -> bool:
-    """Returns True for the scale of another leaf."""
     weights = [path.removesuffix(end) for end in _SCALES if path.endswith(end)]
     return any(f"{one}{end}" in table for one in weights for end in ("", "_packed"))
 

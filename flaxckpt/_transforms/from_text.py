@@ -37,7 +37,6 @@ def parse(
 
 
 def _split(kind: str, value: str, text: str) -> tuple[str, str]:
-    """Splits the text at the last `=` into a pattern and a value."""
     pattern, equals, found = text.rpartition("=")
     if not equals or not pattern:
         raise errors.OptionError(f"{kind} must be PATTERN={value}, found {text!r:.80}")

@@ -99,7 +99,6 @@ class IndexedName:
         return values
 
     def format(self, values: Mapping[str, int], sizes: Mapping[str, int]) -> LeafPath:
-        """Returns the path with these values of the indices."""
         text = ""
         for part in self.parts:
             if isinstance(part, str):
@@ -120,7 +119,6 @@ def _pattern_of(part: str | NameIndex) -> str:
 
 
 def parse_name(text: str) -> IndexedName:
-    """Parses a name with indices."""
     if not text:
         raise errors.OptionError("a name must be a leaf path, got an empty str")
     parts: list[str | NameIndex] = []

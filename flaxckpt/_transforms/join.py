@@ -257,7 +257,6 @@ class _Numbers:
 
     @classmethod
     def check(cls, start: int, stride: int, stop: int | None) -> _Numbers:
-        """Returns the numbers for arguments of a user."""
         start = _util.arguments.check_int("start", start, least=0)
         stride = _util.arguments.check_int("stride", stride, least=1)
         if stop is not None:

@@ -288,7 +288,6 @@ def find_pairs(
 
 
 def _is_other_part(path: LeafPath) -> bool:
-    """Returns True for a leaf of an adapter that is in no pair."""
     return any(part.lower().startswith("lora_") for part in path.split("/")[-2:])
 
 

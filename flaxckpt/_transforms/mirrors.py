@@ -89,7 +89,6 @@ class Slot(NamedTuple):
     tail: str
 
     def path(self, name: LeafPath) -> LeafPath:
-        """Returns the path of the mirror of a parameter name."""
         return "/".join(part for part in (self.head, name, self.tail) if part)
 
 

@@ -167,7 +167,6 @@ def _pattern_parts(pattern: str) -> Iterator[str | _Group]:
 
 
 def _group_end(pattern: str, start: int) -> int:
-    """Returns the end of the group that starts at `start`."""
     depth, in_class, i = 0, False, start
     while i < len(pattern):
         char = pattern[i]

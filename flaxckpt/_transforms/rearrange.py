@@ -113,7 +113,6 @@ def _reshape_to(
     from_shape: Sequence[int] | None,
     sizes: dict[str, int],
 ) -> TableTransform:
-    """Returns the `reshape` to a new shape."""
     old = None
     if from_shape is not None:
         old = _util.arguments.check_ints("from_shape", from_shape, least=-1)

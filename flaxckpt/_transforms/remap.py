@@ -94,13 +94,11 @@ class RemapRule:
         return targets
 
     def inverse(self) -> Row:
-        """Returns the row from the target to the source."""
         form = None if self.form is None else self.form.inverse().text
         return Row(self.row.target, self.row.source, form, self.row.optional)
 
 
 def _parse(row: Row) -> RemapRule:
-    """Parses a row."""
     source, target = parse_name(row.source), parse_name(row.target)
     gathered = tuple(axis for axis in source.axes if axis not in target.axes)
     scattered = tuple(axis for axis in target.axes if axis not in source.axes)

@@ -213,7 +213,6 @@ class _Engine:
                 self._numbers.setdefault(path, []).append(number)
 
     def leaves(self, chosen: Mapping[LeafPath, LeafPath]) -> list[NewLeaf]:
-        """Returns the new leaves of rows of chosen leaves."""
         new = []
         with self._derive as derive:
             for row in self._rows:

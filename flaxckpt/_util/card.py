@@ -32,7 +32,6 @@ def frame(title: str, path: object, *parts: html.Markup) -> html.Markup:
 
 
 def table(*rows: html.Markup) -> html.Markup:
-    """Returns the table of a card."""
     return html.element("table", *rows, style="border-collapse:collapse;margin:0")
 
 

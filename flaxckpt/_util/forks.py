@@ -25,7 +25,6 @@ class PerProcess(Generic[T]):
         self._objects: dict[int, T] = {}
 
     def get(self) -> T:
-        """Returns the object of this process."""
         pid = os.getpid()
         if pid not in self._objects:
             self._objects.setdefault(pid, self._make())  # atomic: threads share it

@@ -53,7 +53,6 @@ def text(value: object) -> Markup:
 
 
 def px(value: float) -> str:
-    """Formats a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 

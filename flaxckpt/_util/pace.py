@@ -37,7 +37,6 @@ class Pace:
             self._changed.notify_all()
 
     def is_lifted(self) -> bool:
-        """Returns True after `lift`."""
         return self._is_lifted
 
     def start(self, work: Callable[[], None], threads: int) -> list[threading.Thread]:

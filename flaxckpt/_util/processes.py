@@ -19,7 +19,6 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """Returns the number of processes of the job."""
     return int(jax.process_count())
 
 

@@ -45,12 +45,10 @@ class Counter:
         self._lock = threading.Lock()
 
     def add(self, size: int) -> None:
-        """Adds `size` to the finished amount."""
         with self._lock:
             self.done += size
 
     def set(self, done: int, total: int) -> None:
-        """Sets the finished amount and the total."""
         self.done, self.total = done, total
 
 

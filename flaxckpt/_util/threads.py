@@ -133,7 +133,6 @@ class Latch:
         self._lock.acquire()
 
     def is_set(self) -> bool:
-        """Returns True after `set`."""
         return self._is_set
 
     def set(self) -> None:

@@ -105,7 +105,6 @@ def choose_bytes(arrays: Iterable[tuple[int, int]]) -> int:
 
 
 def to_bytes(checksums: Sequence[int]) -> bytes:
-    """Returns checksums in the form of `ChunkChecksums`."""
     return struct.pack(f"<{len(checksums)}I", *checksums)
 
 

@@ -253,11 +253,9 @@ class _Cut(NamedTuple):
         return math.prod(self.shape[: self.axis])
 
     def chunk(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of a chunk of `rows`."""
         return (*(1,) * self.axis, rows, *self.shape[self.axis + 1 :])
 
     def count(self, rows: int) -> int:
-        """Returns the number of chunks of `rows`."""
         return self.runs * -(-self.shape[self.axis] // rows)
 
     def unit(self, page_bytes: int, itemsize: float) -> int:

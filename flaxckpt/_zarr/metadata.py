@@ -165,7 +165,6 @@ def metadata(
 def metadata_text(
     encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
 ) -> bytes:
-    """Returns `metadata` as the text to write."""
     content = metadata(encoding, shape, dtype, chunk_shape)
     return json.dumps(content, separators=(",", ":")).encode()
 
@@ -277,7 +276,6 @@ def database_key(name: str, key: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def whole(shape: Shape) -> Region:
-    """Returns the region of a whole array."""
     return tuple((0, size) for size in shape)
 
 
@@ -297,12 +295,10 @@ def within(inner: Region, outer: Region) -> tuple[Any, ...]:
 
 
 def extent(region: Region) -> Shape:
-    """Returns the shape of a region."""
     return tuple(stop - start for start, stop in region)
 
 
 def enclosing(regions: Sequence[Region]) -> Region:
-    """Returns the smallest region that contains all `regions`."""
     return tuple(
         (min(start for start, _ in bounds), max(stop for _, stop in bounds))
         for bounds in zip(*regions, strict=True)
@@ -320,13 +316,11 @@ class Chunk(NamedTuple):
 
     @property
     def key_2(self) -> str:
-        """The key in zarr 2."""
         return self.key.removeprefix("c").removeprefix(".") or "0"
 
 
 @functools.lru_cache(maxsize=256)  # many arrays are alike
 def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
-    """Returns the intersections of `region` with chunks."""
     ranges = [
         range(start // size, -(-stop // size))
         for (start, stop), size in zip(region, chunk_shape, strict=True)
@@ -444,7 +438,6 @@ def _check_sharding(sharding: Mapping[str, Any], chunk_shape: Shape) -> None:
 
 
 def _check_codecs(codecs: Any) -> list[str]:
-    """Returns the names of supported codecs."""
     names = _codec_names(codecs)
     if unknown := [name for name in names if name not in _CODECS]:
         raise ValueError(f"codec {unknown[0][:40]!r} is not supported")

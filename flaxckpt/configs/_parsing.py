@@ -55,14 +55,12 @@ def boolean(key: str, value: Any) -> bool:
 
 
 def text(key: str, value: Any) -> str:
-    """Parses a nonempty string."""
     if not isinstance(value, str) or not value:
         raise _type_error(key, "a nonempty string", value)
     return value
 
 
 def path(key: str, value: Any) -> str:
-    """Parses a path as a string."""
     try:
         return text(key, os.fspath(value))
     except TypeError:
@@ -218,7 +216,6 @@ _PARSERS: Mapping[Any, Parser] = {
 
 
 def by_type(kind: Any) -> Parser:
-    """Returns the parser of values of a type."""
     kinds = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return one_of(*kinds)

@@ -204,7 +204,6 @@ class _State:
 
 
 def _state(adapter: _adapters.Adapter, iterator: Any) -> _State:
-    """Returns a copy of the current state."""
     shards = iterator.get_shard_states() if _duck_types.has_shards(iterator) else ()
     return copy.deepcopy(_State(adapter.get_state(iterator), tuple(shards)))
 

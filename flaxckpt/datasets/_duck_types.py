@@ -28,7 +28,6 @@ def package(obj: Any) -> str:
 
 
 def has(obj: Any, *names: str) -> bool:
-    """Returns True for an instance with all of the named methods."""
     return not isinstance(obj, type) and all(
         callable(getattr(obj, name, None)) for name in names
     )

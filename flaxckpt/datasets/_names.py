@@ -22,5 +22,4 @@ def state_names(iterators: int) -> list[str]:
 
 
 def is_state_name(name: str) -> bool:
-    """Returns True for the name of a file with the state of an iterator."""
     return name == SHARED or STATE.fullmatch(name) is not None

@@ -46,7 +46,6 @@ class StableNames:
         self._old = {name: path for path, name in new.items()}
 
     def from_keras(self, tree: PyTree) -> PyTree:
-        """Returns a state tree of Keras by the names here."""
         return _nest({self._new[path]: value for path, value in _flatten(tree)}, tree)
 
     def to_keras(self, tree: PyTree) -> PyTree:
@@ -77,7 +76,6 @@ def _snake_case(cls: type) -> str:
 
 
 def _layers(model: Any) -> Iterator[Any]:
-    """Yields the model and all layers in it."""
     yield from model._flatten_layers()
 
 

@@ -231,7 +231,6 @@ class _Scanner:
         self.require(count * least_bytes, f"the list of {what}")
 
     def take(self, count: int, what: str = "a number in its header") -> bytes:
-        """Returns the next `count` bytes."""
         end = self._at + count
         if end > len(self._buffer):
             self.require(count, what)
@@ -271,7 +270,6 @@ class _Scanner:
         self._at = at
 
     def number(self, form: struct.Struct) -> Any:
-        """Returns the next number."""
         return form.unpack(self.take(form.size))[0]
 
     def name(self) -> str:
@@ -307,7 +305,6 @@ def _parse_alignment(scan: _Scanner, kind: int) -> int:
 
 
 def _parse_value(scan: _Scanner, kind: int) -> JSON:
-    """Parses a value of the type `kind`."""
     if kind in _FIXED:
         return _parse_fixed(scan, kind, 1)[0]
     if kind == _STRING:
@@ -416,7 +413,6 @@ def _make_tensor(name: str, shape: Shape, number: int, offset: int) -> GgufTenso
 def _place(
     tensors: Mapping[str, GgufTensor], start: int, alignment: int, file_size: int
 ) -> dict[str, GgufTensor]:
-    """Returns tensors with offsets from the start of the file."""
     placed: dict[str, GgufTensor] = {}
     for name, tensor in tensors.items():
         if tensor.offset % alignment:

@@ -57,7 +57,6 @@ def _scan(path: Path) -> Value:
 
 
 def _read_shards(path: Path, index_file: Path, step: int | None) -> Stored:
-    """Reads the shards of an index as one tree."""
     stamp = _storage.stamp(index_file)
     wanted = shards.read_index(index_file).files
     tree: dict[str, Value] = {}

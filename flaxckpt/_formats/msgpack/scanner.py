@@ -279,7 +279,6 @@ class Scanner:
         return complex(*parts)
 
     def _join_parts(self, items: Mapping[str, Value]) -> Array:
-        """Returns the array of a map with the parts of a large array."""
         parts = items.get("chunks")
         if set(items) != {PARTS, "shape", "chunks"} or not isinstance(parts, dict):
             raise self.fault("an array in parts, some of which are missing")

@@ -30,7 +30,6 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 def _read_record(scan: Scanner, tree: dict[str, Value]) -> None:
-    """Scans the next record into `tree`."""
     start = scan.position
     keys = _read_keys(scan)
     run = scan.value()

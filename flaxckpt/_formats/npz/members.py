@@ -382,7 +382,6 @@ def check_unchanged(descriptor: int, stamp: _storage.Stamp) -> None:
 
 
 def damaged_error(path: Path, error: object) -> errors.DamagedCheckpointError:
-    """Returns the error for a damaged archive."""
     return errors.DamagedCheckpointError(
         f"{path} is not an intact archive of numpy: {errors.one_line(error)};"
         " get another"

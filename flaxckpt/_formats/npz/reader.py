@@ -85,7 +85,6 @@ def _refused(path: Path, unsupported: Mapping[str, str]) -> errors.CheckpointErr
 def _nest(
     keys: Mapping[str, Sequence[_state.tree.Key]], arrays: Mapping[str, plain.Opened]
 ) -> dict[str, Any]:
-    """Returns the arrays in nested dicts."""
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
         conflict = leaves.put(tree, [str(key.name) for key in keys[name]], array)

@@ -127,7 +127,6 @@ def _check_version(version: Any) -> None:
 
 
 def _by_element(info: LeafInfo) -> LeafInfo:
-    """Returns `info` with each element readable on its own."""
     if info.chunk_shape is None:
         return info
     return dataclasses.replace(info, chunk_shape=_each(info.chunk_shape))
