@@ -356,14 +356,32 @@ def empty_attribute(
     if above is None:
         return None
     node, done = objects[above], above
-    while is_object(node) and done != path:
+    while done != path and (children := _children(node)) is not None:
         name = _next_part(done, path)
         done = f"{done}/{name}" if done else name
-        if (attribute := state_tree.unescape(name)) not in vars(node):
+        if name not in children:
             return None
-        node = vars(node)[attribute]
+        node = children[name]
     is_empty = node is None or (isinstance(node, dict | list | tuple) and not node)
     return (done, node) if is_empty and done != above else None
+
+
+def _children(node: Any) -> dict[LeafPath, Any] | None:
+    """Returns the children of an NNX object or container; None if it has none."""
+    if is_object(node):
+        return {state_tree.escape(name): value for name, value in vars(node).items()}
+    if isinstance(node, loaded_nnx().Variable):
+        return None
+    return dict(_flatten_top(node)[0]) or None
+
+
+def _flatten_top(node: Any) -> tuple[list[tuple[LeafPath, Any]], Any]:
+    """Flattens the top level of a container; a leaf has the empty path."""
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda inner: inner is not node
+    )
+    keys = state_flatten.to_keys
+    return [(state_tree.join(keys(path)), inner) for path, inner in nodes], treedef
 
 
 def _next_part(above: LeafPath, path: LeafPath) -> LeafPath:
@@ -373,15 +391,28 @@ def _next_part(above: LeafPath, path: LeafPath) -> LeafPath:
 def _set_attributes(
     objects: Mapping[LeafPath, Any], attributes: Mapping[LeafPath, Any]
 ) -> None:
-    """Sets attributes of NNX objects: leaf path -> value."""
+    """Sets attributes of NNX objects, and values in them: leaf path -> value."""
     for path, value in attributes.items():
         at = max((at for at in objects if state_tree.is_inside(path, at)), key=len)
-        node, outer = objects[at], path.rpartition("/")[0]
-        while at != outer:
-            name = _next_part(at, path)
-            node, at = vars(node)[state_tree.unescape(name)], f"{at}/{name}".lstrip("/")
-        name = state_tree.unescape(path.rpartition("/")[2])
-        setattr(node, name, loaded_nnx().data(value))
+        _put(objects[at], path[len(at) :].lstrip("/").split("/"), value)
+
+
+def _put(node: Any, parts: Sequence[LeafPath], value: Any) -> Any:
+    """Returns a container with `value` at a path; NNX objects change in place."""
+    if not parts:
+        return value
+    if is_object(node):
+        name = state_tree.unescape(parts[0])
+        child = vars(node)[name]
+        new = _put(child, parts[1:], value)
+        if new is not child:
+            setattr(node, name, loaded_nnx().data(new))
+        return node
+    children, treedef = _flatten_top(node)
+    return treedef.unflatten(
+        _put(child, parts[1:], value) if part == parts[0] else child
+        for part, child in children
+    )
 
 
 def flatten_around_objects(

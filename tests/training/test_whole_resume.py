@@ -142,6 +142,9 @@ def test_empty_place_takes_saved_branch(tmp_path, name):
         (jnp.ones(3), Static()),
         (nnx.Param(jnp.ones(3)), Static()),
         ({"a": jnp.ones(2)}, Own2({})),
+        ((W, {"a": jnp.ones(2)}), Own2((W, {}))),
+        (Named(W, jnp.ones(2)), Own2(Named(W))),
+        ({"x/y": [W, jnp.ones(2)], "z": W}, Own2({"x/y": [W, None], "z": W})),
         (nnx.Variable(jnp.ones(3)), Own2(nnx.Variable(None))),
     ],
 )
@@ -441,6 +444,21 @@ def test_resume_fills_measurements_that_the_first_update_adds(tmp_path):
     whole = begin | {"opt_state": moments}
     with saved(tmp_path, whole) as ckpt:
         check_same(resume(ckpt, begin), whole)
+
+
+@pytest.mark.parametrize("whole", [lambda m, o: (m, o), lambda m, o: {"o": o, "m": m}])
+def test_resume_fills_measurements_of_nnx_optimizer(tmp_path, whole):
+    def begun():
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        tx = optax.chain(optax.monitor({"norm": optax.tree.norm}), ADAM)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    model, optimizer = begun()
+    optimizer.update(model, nnx.grad(lambda m: m(jnp.ones(3)).sum())(model))
+    with saved(tmp_path, whole(model, optimizer)) as ckpt:
+        found = resume(ckpt, whole(*begun()))
+    graphs = [nnx.split(state) for state in (found, whole(model, optimizer))]
+    check_same(*(state for _, state in graphs))
 
 
 def test_hyperparameters_that_the_optimizer_no_longer_has_stay_out(tmp_path):
