@@ -62,6 +62,9 @@ class Save:
         disks: Disk -> its failure domain, of the processes that save.
         survives: The number of failure domains that may be lost; None before it is
             acknowledged, and once nothing is promised any more.
+        order: Its place among the others, by their ends. Of two saves of a step, at the
+            same time by two jobs, the later end replaces the other.
+        has_ended: Whether it was acknowledged.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -69,6 +72,8 @@ class Save:
         self.step = step
         self.disks = disks
         self.survives: int | None = None
+        self.order = 0
+        self.has_ended = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -108,13 +113,19 @@ class Ledger:
             if other.step == step:
                 other.survives = None  # a step is not replaced in one instant
         self.saves[save.token] = save
+        self._put_last(save)
         return save
+
+    def _put_last(self, save: Save) -> None:
+        save.order = 1 + max(other.order for other in self.saves.values())
 
     def acknowledge(self, save: Save) -> None:
         """Notes that a save has succeeded."""
-        if save.survives is None:
+        if not save.has_ended:  # in the first of its processes
             self.world.record(f"acknowledged: {save}")
+            save.has_ended = True
             save.survives = 0
+            self._put_last(save)
             steps = {s.step for s in self.saves.values() if s.survives is not None}
             for other in self.saves.values():
                 # Retention deletes older steps at once, not when this one has copies.
@@ -162,7 +173,7 @@ class Ledger:
             and len({save.disks[disk] for disk in save.disks.keys() - present})
             <= save.survives
         ]
-        return max(found, key=lambda save: (save.step, save.token), default=None)
+        return max(found, key=lambda save: (save.step, save.order), default=None)
 
     # ---- the run directory --------------------------------------------------------
 
@@ -186,8 +197,8 @@ class Ledger:
         if len(tokens) != 1:
             raise kernel.Violation(f"{path.name} is uploaded with parts of {tokens}")
         (token,) = tokens
-        before = self.far.get(step, 0)
-        if token < before:
+        before = self.far.get(step)
+        if before and self.saves[token].order < self.saves[before].order:
             raise kernel.Violation(
                 f"save {before} of step {step} is replaced by the older {token}"
             )
@@ -462,7 +473,7 @@ def _check_calm(script: Script, promised: Save | None, far: dict[int, int]) -> N
             raise kernel.Violation(f"{process} restores {save} instead of {wanted}")
         if promised is None or save.step > promised.step:
             continue
-        if save.step < promised.step or save.token < promised.token:
+        if save.step < promised.step or save.order < promised.order:
             raise kernel.Violation(f"{process} restores {save} instead of {promised}")
         if result.from_directory:
             raise kernel.Violation(f"{process} reads {save} from the run directory")
