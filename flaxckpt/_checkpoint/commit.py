@@ -290,7 +290,7 @@ def write_arrays(
         report=count,
         writer=writer,
         with_metadata=writer == 0,
-        segment_bytes=snapshot.contents.manifest.segment_bytes(),
+        segment_bytes=snapshot.contents.segment_bytes,
         pace=snapshot.request.pace,
         total_bytes=snapshot.stored_bytes,
     )

@@ -241,14 +241,16 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         devices = _arrays.to_host.places(arrays, operation.count)
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
+    manifest = _formats.native_manifest.Manifest(
+        *(infos, structure, options.layout.encoding, options.items),
+        _step_around(request.path) if request.is_item else request.step,
+        tuple(request.lineage),
+        _transforms.describe(transforms),
+    )
     contents = _formats.native_contents.Contents(
-        manifest=_formats.native_manifest.Manifest(
-            *(infos, structure, options.layout.encoding, options.items),
-            _step_around(request.path) if request.is_item else request.step,
-            tuple(request.lineage),
-            _transforms.describe(transforms),
-        ),
+        manifest=manifest,
         names=names,
+        segment_bytes=manifest.segment_bytes(),
         json=json_items,
         strings=strings,
         metrics=request.metrics,

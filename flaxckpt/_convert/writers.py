@@ -229,7 +229,11 @@ class _OrbaxTarget:
         _formats.native_manifest.check_arrays(infos)
         self.pieces = state.pieces(by_chunk=True)
         self._total_bytes = sum(piece.nbytes for piece in self.pieces)
-        self._segment_bytes = self._contents().manifest.segment_bytes()
+        self._manifest = _formats.native_manifest.Manifest(
+            *(infos, state.structure, state.layout.encoding, items),
+            *(state.step, state.metadata.lineage, state.metadata.transforms),
+        )
+        self._segment_bytes = self._manifest.segment_bytes()
         self.files = [repr(items)]
         self.result = ""
         self.batch_bytes = state.batch_bytes
@@ -281,23 +285,11 @@ class _OrbaxTarget:
         )
 
     def finish(self, output: Path) -> None:
-        contents = self._contents()
-        files = _formats.native_contents.make_files(contents)
-        _write_anew(output, files)
-        written = {item: batches.written for item, batches in self._batches.items()}
-        sealed = _formats.native_contents.seal(contents, files, output, written)
-        _write_anew(output, sealed)
-        for batches in self._batches.values():
-            batches.forget()
-
-    def _contents(self) -> _formats.native_contents.Contents:
         state, metadata = self._state, self._state.metadata
-        return _formats.native_contents.Contents(
-            manifest=_formats.native_manifest.Manifest(
-                *(state.infos, state.structure, state.layout.encoding, state.items),
-                *(state.step, metadata.lineage, metadata.transforms),
-            ),
+        contents = _formats.native_contents.Contents(
+            manifest=self._manifest,
             names=self._names,
+            segment_bytes=self._segment_bytes,
             strings=state.strings,
             metrics=metadata.metrics,
             custom=metadata.custom,
@@ -305,6 +297,13 @@ class _OrbaxTarget:
             json=state.json,
             created=metadata.created or time.time(),
         )
+        files = _formats.native_contents.make_files(contents)
+        _write_anew(output, files)
+        written = {item: batches.written for item, batches in self._batches.items()}
+        sealed = _formats.native_contents.seal(contents, files, output, written)
+        _write_anew(output, sealed)
+        for batches in self._batches.values():
+            batches.forget()
 
 
 class _Batches:

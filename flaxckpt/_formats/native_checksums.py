@@ -55,12 +55,9 @@ def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
     """
     if encoding is None or not encoding.checksum:
         return sys.maxsize
-    return _choose_bytes(_arrays_of(infos, encoding))
-
-
-def _choose_bytes(arrays: Sequence[tuple[LeafInfo, _Chunks]]) -> int:
+    chunks = [chunks for _, chunks in _arrays_of(infos, encoding)]
     return _zarr.checksums.choose_bytes(
-        [(c.total, c.segmented_bytes) for _, c in arrays if c.segmented_bytes]
+        [(c.total, c.segmented_bytes) for c in chunks if c.segmented_bytes]
     )
 
 
@@ -78,18 +75,18 @@ def of_written(
     manifest: Manifest,
     names: Mapping[LeafPath, str],
     written: Mapping[str, _arrays.written.Written],
+    segment_bytes: int,
 ) -> dict[LeafPath, ChunkChecksums]:
     """Returns the checksums of new chunks from all processes, by leaf path.
 
-    `names` are those of the leaves in their items; `written` is by item.
+    `names` are those of the leaves in their items; `written` is by item;
+    `segment_bytes` is the result of `choose_bytes`.
     """
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}
-    arrays = _arrays_of(manifest.infos, encoding)
-    segment_bytes = _choose_bytes(arrays)
     found = {}
-    for info, chunks in arrays:
+    for info, chunks in _arrays_of(manifest.infos, encoding):
         item = manifest.items.item_of(info)
         recorded = written[item].checksums.get(names[info.path], {})
         is_cut = chunks.segmented_bytes > segment_bytes

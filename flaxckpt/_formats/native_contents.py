@@ -34,6 +34,7 @@ class Contents:
     Attributes:
         manifest: The manifest, without what is known only when all files exist.
         names: Leaf path -> Orbax's name of the leaf in its item.
+        segment_bytes: Bytes of the segments of chunks.
         strings: Leaf path -> value of the string leaves.
         dataset: File name -> content of the dataset iterator's state; empty if not
             saved.
@@ -45,6 +46,7 @@ class Contents:
 
     manifest: Manifest
     names: Mapping[LeafPath, str]
+    segment_bytes: int
     strings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     custom: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
@@ -173,7 +175,7 @@ def seal(
             digests=recorded,
             files=sizes,
             checksums=native_checksums.of_written(
-                contents.manifest, contents.names, written or {}
+                contents.manifest, contents.names, written or {}, contents.segment_bytes
             ),
         )
         text = orbax_json.dumps(manifest.to_json())

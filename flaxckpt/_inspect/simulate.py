@@ -162,7 +162,9 @@ def simulate(
     manifest = _formats.native_manifest.Manifest(
         infos, structure, options.layout.encoding
     )
-    contents = _formats.native_contents.Contents(manifest=manifest, names=names)
+    contents = _formats.native_contents.Contents(
+        manifest=manifest, names=names, segment_bytes=manifest.segment_bytes()
+    )
     metadata = _checkpoint.commit.metadata_files(contents, _NOWHERE)
 
     stored = [info for info in infos if info.chunk_shape is not None]

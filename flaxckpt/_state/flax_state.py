@@ -276,11 +276,12 @@ def _split_objects(state: PyTree, whole_branches: bool = False) -> _Split:
             {"the state": f"jax cannot flatten it ({error})"},
             "Use keys of a single sortable type in each dictionary.",
         ) from None
-    places = [i for i, node in enumerate(nodes) if is_object(node)]
+    nnx = loaded_nnx()
+    kind = nnx.Pytree if nnx else ()
+    places = [i for i, node in enumerate(nodes) if isinstance(node, kind)]
     shared = _shared_variables(nodes, places)
     if not places and not shared:
         return _Split(state, lambda tree, _: tree, {}, {})
-    nnx = loaded_nnx()
     # Split together, so that variables shared by two objects are stored once.
     try:
         graph, states = nnx.split([nodes[i] for i in places])

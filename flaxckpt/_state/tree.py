@@ -328,10 +328,6 @@ def empty_node(type_name: str) -> Node:
     return Node(type_name, (), (), MAKERS[type_name])
 
 
-def _make_none(_: Sequence[Key], children: Sequence[Any]) -> None:
-    return None
-
-
 def make_dict(keys: Sequence[Key], children: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip([key.name for key in keys], children, strict=True))
 
@@ -340,13 +336,9 @@ def make_list(_: Sequence[Key], children: Sequence[Any]) -> list[Any]:
     return list(children)
 
 
-def _make_tuple(_: Sequence[Key], children: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(children)
-
-
 MAKERS: dict[str, Rebuild] = {
-    "None": _make_none,
+    "None": lambda keys, children: None,
     "dict": make_dict,
     "list": make_list,
-    "tuple": _make_tuple,
+    "tuple": lambda keys, children: tuple(children),
 }
