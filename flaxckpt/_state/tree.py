@@ -301,9 +301,9 @@ def _plain_node(nested: Mapping[Key, Any]) -> Node:
         _plain_node(child) if isinstance(child, dict) else child
         for child in nested.values()
     )
-    if keys and all(key.kind == "index" for key in keys):
-        return Node("list", keys, children, make_list)
-    return Node("dict", keys, children, make_dict)
+    is_list = keys and all(key.kind == "index" for key in keys)
+    kind = "list" if is_list else "dict"
+    return Node(kind, keys, children, MAKERS[kind])
 
 
 def nest(trees: Mapping[str, Node | LeafPath]) -> Node:

@@ -44,16 +44,18 @@ class IndexedName:
     parts: tuple[str | NameIndex, ...]
 
     @functools.cached_property
+    def indices(self) -> tuple[NameIndex, ...]:
+        return tuple(part for part in self.parts if isinstance(part, NameIndex))
+
+    @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """The indices of the name, in order, each once."""
-        axes = (part.axes for part in self.parts if isinstance(part, NameIndex))
-        return tuple(dict.fromkeys(axis for names in axes for axis in names))
+        return tuple(dict.fromkeys(a for index in self.indices for a in index.axes))
 
     @functools.cached_property
     def inner(self) -> tuple[str, ...]:
         """The indices whose sizes a composed number needs."""
-        indices = (part for part in self.parts if isinstance(part, NameIndex))
-        return tuple(axis for index in indices for axis in index.axes[1:])
+        return tuple(axis for index in self.indices for axis in index.axes[1:])
 
     @functools.cached_property
     def beginning(self) -> str:
@@ -64,8 +66,7 @@ class IndexedName:
     @functools.cached_property
     def counts(self) -> dict[str, int]:
         """The sizes of the indices over words."""
-        indices = (part for part in self.parts if isinstance(part, NameIndex))
-        return {index.axes[0]: len(index.words) for index in indices if index.words}
+        return {i.axes[0]: len(i.words) for i in self.indices if i.words}
 
     @functools.cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -83,8 +84,7 @@ class IndexedName:
         if match is None:
             return None
         values: Values = {}
-        indices = (part for part in self.parts if isinstance(part, NameIndex))
-        for index, text in zip(indices, match.groups(), strict=True):
+        for index, text in zip(self.indices, match.groups(), strict=True):
             number = index.words.index(text) if index.words else int(text) - index.first
             if number < 0:
                 return None

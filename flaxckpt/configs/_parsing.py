@@ -170,17 +170,22 @@ def each(parse: Parser) -> Parser:
     return parse_all
 
 
+def _to_mapping(key: str, value: Any) -> Mapping[str, Any]:
+    # ConfigDicts of ml_collections are not mappings.
+    to_dict = getattr(value, "to_dict", None)
+    mapping = to_dict() if to_dict else value
+    if not isinstance(mapping, Mapping):
+        raise _type_error(key, "a table", value)
+    return mapping
+
+
 def by_name(parse: Parser) -> Parser:
     """Returns a parser of tables with any names, as dicts."""
 
     def parse_all(key: str, value: Any) -> dict[str, Any]:
-        to_dict = getattr(value, "to_dict", None)
-        mapping = to_dict() if to_dict else value
-        if not isinstance(mapping, Mapping):
-            raise _type_error(key, "a table", value)
         return {
             text(key, name): parse(f"{key}.{name}", item)
-            for name, item in mapping.items()
+            for name, item in _to_mapping(key, value).items()
         }
 
     return parse_all
@@ -246,14 +251,10 @@ def table(
 ) -> dict[str, Any]:
     """Parses a mapping as a dict; rejects keys other than `names`.
 
-    ConfigDicts of ml_collections, which are not mappings, have `to_dict`. `key` is the
-    full name of the table; empty for the whole config. `answer` returns what to write
-    instead of an unknown name, if that is known.
+    `key` is the full name of the table; empty for the whole config. `answer` returns
+    what to write instead of an unknown name, if that is known.
     """
-    to_dict = getattr(value, "to_dict", None)
-    mapping = to_dict() if to_dict else value
-    if not isinstance(mapping, Mapping):
-        raise _type_error(key or "the config", "a table", value)
+    mapping = _to_mapping(key or "the config", value)
     prefix = f"{key}." if key else ""
     for name in mapping:
         if name not in names:
