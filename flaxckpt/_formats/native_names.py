@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 from flaxckpt import _steps, errors
@@ -67,8 +67,10 @@ def make_items(state: object, dataset: object) -> items.Items:
     return layout
 
 
-def check_items(layout: items.Items, json: Iterable[str]) -> None:
+def check_items(layout: items.Items, json: Collection[str]) -> None:
     """Raises OptionError for items that cannot be directories of a checkpoint."""
+    if layout == _USUAL and not json:
+        return  # every save asks
     roles: dict[str, str] = {}
     faults: dict[object, str] = {}
     is_root = layout.state == ""  # a checkpoint without items
@@ -76,7 +78,7 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
     for role, names in (
         ("items", trees),
         ("dataset_item", (layout.dataset,)),
-        ("json", tuple(json)),
+        ("json", json),
     ):
         for name in names:
             fault = find_fault(name)
@@ -95,6 +97,8 @@ def check_items(layout: items.Items, json: Iterable[str]) -> None:
             + errors.rows(f"{name!r:.80} in {why}" for name, why in faults.items())
         )
 
+
+_USUAL = items.Items()
 
 _OTHER_USE = "this name has another use in a checkpoint"
 

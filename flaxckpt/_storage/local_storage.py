@@ -278,7 +278,8 @@ class LocalStorage:
 
     def write_files(self, root: Path, contents: Mapping[str, bytes], /) -> None:
         # One file of each directory stands for all.
-        for name in {name.rpartition("/")[0]: name for name in contents}.values():
+        inside = {name.rpartition("/")[0]: name for name in contents if "/" in name}
+        for name in inside.values():
             files.make_parents(root, name)
         for name, content in contents.items():
             self.write_parts(root / name, [memoryview(content)])
