@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from flaxckpt import _state, _storage, _util, errors
+from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays import read as arrays_read
 from flaxckpt._arrays.read_plan import ReadJob
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -212,8 +212,6 @@ def _read_parts(pieces: Sequence[Piece]) -> list[Array]:
                 values.append(_convert(array, piece.leaf.info))
             elif future is not None:
                 values.append(future)
-        except errors.StoreError:
-            raise
         except (ValueError, OSError) as error:
             faults.add(piece.path, error)
     if faults:
@@ -239,8 +237,6 @@ def _start_reads(
             store = opened[piece.path]
             region = tuple(slice(*bounds) for bounds in piece.region)
             begun.append(store[region].read())
-        except errors.StoreError:
-            raise
         except (ValueError, OSError) as error:
             faults.add(piece.path, error)
             begun.append(None)

@@ -64,7 +64,9 @@ class Faults:
         return path in self._reasons
 
     def add(self, path: LeafPath, error: Exception) -> None:
-        """Records `error` as the reason of the leaf `path`."""
+        """Records `error` as the reason of the leaf `path`; raises that of a store."""
+        if isinstance(error, errors.StoreError):
+            raise error  # the leaf itself may be intact
         if isinstance(error, MemoryError):
             error = _util.memory.TooLargeError()
         if isinstance(error, _util.memory.TooLargeError):
@@ -115,8 +117,6 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
     """Opens a stored array, read-only, after the checks that TensorStore lacks."""
     try:
         return open_checked(stored, _storage.store_requests.context())
-    except errors.StoreError:
-        raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
         faults = Faults()
         faults.add(stored.info.path, error)
@@ -228,8 +228,6 @@ def _read_batch(
                 for region in regions
             }
             blocks.append((job, parts))
-        except errors.StoreError:
-            raise  # the leaf itself may be intact
         except (ValueError, OSError, MemoryError) as error:
             faults.add(job.wanted.path, error)
     return blocks
