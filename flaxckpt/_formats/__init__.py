@@ -112,6 +112,7 @@ class DetectedFormat(NamedTuple):
 
     @property
     def reader(self) -> Reader:
+        """The reader of the format."""
         return _import_reader(self.format)
 
     def __str__(self) -> str:
