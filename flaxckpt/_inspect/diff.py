@@ -65,12 +65,18 @@ class LeafDiff:
         types = f"{self.a.dtype} -> {self.b.dtype}, " if self.kind == "dtype" else ""
         if self.a.kind == "string":
             return "different text"
-        count = math.prod(self.a.stored_shape)
         text = (
-            f"{types}{self.different} of {count} elements, by {self.max_abs:.3g} at"
-            f" most; norm {self.rel_norm:.3g}"
+            f"{types}{self.different} of {self.elements} elements, by"
+            f" {self.max_abs:.3g} at most; norm {self.rel_norm:.3g}"
         )
         return f"{text}; {self.note}" if self.bits_only else text
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the first leaf, of which `different` differ."""
+        if self.a.kind == "string":
+            return 1
+        return math.prod(self.a.stored_shape)
 
     @property
     def note(self) -> str:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flaxckpt import errors
-from flaxckpt._report import flight_recorder, templates
+from flaxckpt._report import flight_recorder, save_history, templates
 from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
 from flaxckpt._types import JSON
 from flaxckpt._util import html, humanize
@@ -172,7 +172,9 @@ def _events(report: Report) -> list[JSON]:
     for event in report.happened:
         if event.step is not None and event.kind in _HAPPENINGS:
             name = f"step {event.step:,}: {_HAPPENINGS[event.kind]}"
-            text = ", ".join(filter(None, (name, errors.printable(event.why))))
+            text = ", ".join(
+                filter(None, (name, errors.printable(save_history.explain(event))))
+            )
             found.append((event.step, event.kind, text))
     for save in report.saves:
         if save.step is not None and save.has_failed:
@@ -275,10 +277,10 @@ def _cell(changes: Mapping[int, float], column: Iterable[int]) -> str:
 def _ridges(leaf: LeafHistory, layer: str) -> JSON:
     """Returns the histograms of a leaf: each bin a digit of base 36."""
     rows: list[JSON] = []
-    for step, histogram in leaf.histograms.items():
-        most = max(histogram.counts, default=0) or 1
-        bins = "".join(_DIGITS[round(35 * n / most)] for n in histogram.counts)
-        rows.append([step, _number(histogram.min), _number(histogram.max), bins])
+    for step, sample in leaf.drawn.items():
+        most = max(sample.histogram, default=0) or 1
+        bins = "".join(_DIGITS[round(35 * n / most)] for n in sample.histogram)
+        rows.append([step, _number(sample.min), _number(sample.max), bins])
     return {
         "path": errors.printable(leaf.path),
         "layer": errors.printable(layer),

@@ -8,12 +8,17 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flaxckpt._inspect import best_step
 from flaxckpt._report import chart_data, copies, flight_recorder
-from flaxckpt._report.data import Integrity, MetricValue, Report, TreeRow, last_good
+from flaxckpt._report.copies import Copy
+from flaxckpt._report.data import Integrity, MetricValue, Report, last_good
+from flaxckpt._types import LeafPath
+
+if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
+    from flaxckpt._inspect.diff import CheckpointDiff
 
 MOST_STEPS = 200
 """Row limit of the table of steps, which keeps the page of a long run small."""
@@ -45,6 +50,7 @@ def describe(report: Report, most: int | None = MOST_STEPS) -> Content:
         "steps": _steps(report, most),
         "checks": list_checks(report),
         "sizes": _sizes(report) if report.parts else None,
+        "changes": group_changes(report.change, report.copies),
     }
 
 
@@ -168,11 +174,35 @@ def list_checks(report: Report) -> Content:
 # ---- the state --------------------------------------------------------------------
 
 
+def group_changes(diff: CheckpointDiff | None, repeated: Sequence[Copy]) -> Content:
+    """Returns part of the state -> its leaves by what a comparison says of them.
+
+    `repeated` are the copies in the second checkpoint. The optimizer comes last.
+    """
+    if diff is None:
+        return {}
+    only = (*diff.only_in_a, *diff.only_in_b)
+    found: Mapping[str, Iterable[LeafPath]] = {
+        "differing": (*diff.changed, *only),
+        "retyped": diff.retyped,
+        "only": only,
+        "equal": diff.same,
+        "unreadable": diff.unreadable,
+    }
+    groups: dict[str, dict[str, list[LeafPath]]] = {}
+    for what, paths in found.items():
+        for path in paths:
+            name = copies.group_of(path, repeated)
+            group = groups.setdefault(name, {each: [] for each in found})
+            group[what].append(path)
+    return {name: groups[name] for name in sorted(groups, key=copies.rank)}
+
+
 def _sizes(report: Report) -> Content:
     return {
         "shares": _shares(report),
         "tree": functools.partial(_tree, report),
-        "shown": sum(row.type is not None for row in report.tree),
+        "shown": sum(tree.info is not None for tree in report.tree),
         "most": _MOST_LEAVES,
     }
 
@@ -182,7 +212,7 @@ def _shares(report: Report) -> list[tuple[str, int, str]]:
     counts = collections.Counter(row.depth for row in report.tree)
     depth = next((d for d in sorted(counts) if counts[d] > 1), min(counts))
     outermost = [row for row in report.tree if row.depth == depth]
-    sized = [(row.path or row.name, row.bytes, "") for row in outermost]
+    sized = [(row.shown_path, row.bytes, "") for row in outermost]
     copied = [
         (c.path, c.bytes, f"the shapes of {c.of or 'all'}") for c in report.copies
     ]
@@ -194,19 +224,18 @@ def _shares(report: Report) -> list[tuple[str, int, str]]:
 
 
 def _tree(report: Report) -> Content:
-    """Returns the containers and leaves, and the copies as single entries."""
-    rows = [*report.tree]
-    for copy in report.copies:
-        note = f"the leaves and shapes of {copy.of or 'the whole state'}"
-        rows.append(TreeRow(copy.path, copy.path, 1, copy.leaves, copy.bytes, note))
-    inner: list[list[int]] = [[] for _ in rows]
-    count = 0
-    for n, above in enumerate(copies.find_parents([row.depth for row in report.tree])):
-        count += rows[n].type is not None
-        if above is not None and count <= _MOST_LEAVES:
-            inner[above].append(n)
-    optimizer = {n for n, row in enumerate(rows) if copies.is_optimizer(row.path)}
-    for inside in inner:
-        inside.sort(key=optimizer.__contains__)
-    top = [*(inner[0] or [0]), *range(len(report.tree), len(rows))]
-    return {"rows": rows, "inner": inner, "top": top, "open": {*inner[0]} - optimizer}
+    """Returns the containers and leaves, as many as a page has room for."""
+    inner = copies.find_children(report.tree)
+    optimizer = {n for n, t in enumerate(report.tree) if copies.is_optimizer(t.path)}
+    leaves = [n for n, tree in enumerate(report.tree) if tree.info is not None]
+    end = leaves[_MOST_LEAVES] if len(leaves) > _MOST_LEAVES else len(report.tree)
+    shown = [
+        sorted((n for n in inside if n < end), key=optimizer.__contains__)
+        for inside in inner
+    ]
+    return {
+        "rows": report.tree,
+        "inner": shown,
+        "top": shown[0] or [0],
+        "open": {*shown[0]} - optimizer,
+    }

@@ -38,6 +38,19 @@ def is_optimizer(path: LeafPath) -> bool:
     return not _state.optimizer_roles.NAMES.isdisjoint(path.split("/")[:_DEEPEST])
 
 
+def group_of(path: LeafPath, repeated: Sequence[Copy]) -> str:
+    """Returns the part of a state with a leaf: a copy, or an outermost container."""
+    for copy in repeated:
+        if path.startswith(f"{copy.path}/"):
+            return copy.path
+    return path.partition("/")[0]
+
+
+def rank(group: str) -> tuple[bool, bool, str]:
+    """Ranks parts of a state: the parameters come first, the optimizer last."""
+    return is_optimizer(group), group != "params", group
+
+
 def find(trees: Sequence[Subtree]) -> tuple[Copy, ...]:
     """Returns the largest containers that repeat one outside of the optimizer.
 
@@ -94,29 +107,24 @@ def _forms(trees: Sequence[Subtree]) -> list[int]:
     """Returns a number for each tree, equal for trees of equal names and shapes."""
     numbers: dict[object, int] = {}
     forms = [0] * len(trees)
-    inner: list[list[tuple[str, int]]] = [[] for _ in trees]
-    parents = find_parents([tree.depth for tree in trees])
+    inner = find_children(trees)
     for n in range(len(trees) - 1, -1, -1):  # children before their container
-        tree, parent = trees[n], parents[n]
-        form: object = tuple(sorted(inner[n]))
+        tree = trees[n]
+        form: object = tuple(sorted((trees[c].name, forms[c]) for c in inner[n]))
         if tree.info is not None:
             form = (tree.info.kind == "empty", tree.info.shape)
         forms[n] = numbers.setdefault(form, len(numbers))
-        if parent is not None:
-            inner[parent].append((tree.name, forms[n]))
     return forms
 
 
-def find_parents(depths: Sequence[int]) -> list[int | None]:
-    """Returns the index of the container of each tree; None for the root.
-
-    A container comes before its children.
-    """
-    parents: list[int | None] = []
+def find_children(trees: Sequence[Subtree]) -> list[list[int]]:
+    """Returns the indices of the children of each tree, which comes before them."""
+    children: list[list[int]] = [[] for _ in trees]
     above: list[int] = []
-    for n, depth in enumerate(depths):
-        while above and depths[above[-1]] >= depth:
+    for n, tree in enumerate(trees):
+        while above and trees[above[-1]].depth >= tree.depth:
             above.pop()
-        parents.append(above[-1] if above else None)
+        if above:
+            children[above[-1]].append(n)
         above.append(n)
-    return parents
+    return children

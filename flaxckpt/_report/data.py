@@ -7,15 +7,20 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import policies
+from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.copies import Copy
+from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._steps.event import Event
+
+if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
+    from flaxckpt._inspect.diff import CheckpointDiff
 
 
 class Save(NamedTuple):
@@ -25,7 +30,6 @@ class Save(NamedTuple):
         began: The time of the call, in seconds since 1970.
         blocked_secs: Seconds that the caller waited; None if the call did not return.
         total_secs: Seconds until the step was durable, or None.
-        uploaded_secs: Seconds of the upload from a staging directory.
         copies: The number of other processes that had a durable copy of each part.
         outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
             or the save is still running.
@@ -35,8 +39,6 @@ class Save(NamedTuple):
     began: float
     blocked_secs: float | None = None
     total_secs: float | None = None
-    bytes: int | None = None
-    uploaded_secs: float | None = None
     copies: int = 0
     outcome: Literal["durable", "failed", "cancelled", "unfinished"] = "unfinished"
     error: str | None = None
@@ -61,18 +63,6 @@ class Save(NamedTuple):
         if self.outcome == "cancelled":
             return "cancelled"
         return f"failed: {self.error}" if self.error else "never became durable"
-
-
-class OtherEvent(NamedTuple):
-    """Another event in the journal: of a restore, a deletion, or a marker of damage.
-
-    `why` is the reason or error in the journal.
-    """
-
-    kind: str
-    step: int | None
-    time: float
-    why: str
 
 
 class MetricValue(NamedTuple):
@@ -100,127 +90,35 @@ class Part(NamedTuple):
     """A part of a state, or several small parts of a container combined.
 
     Attributes:
-        group: The group of the part in the whole state.
-        path: The leaf path, or the common prefix of the leaves; of the first part.
-        until: The path of the last of several parts; None for a single part.
+        name: The leaf path, or the common prefix of the leaves; of several parts that
+            of the first, and the last key of the last one.
         bytes: The size of the values, uncompressed.
-    """
-
-    group: str
-    path: str
-    until: str | None
-    subtrees: int
-    leaves: int
-    bytes: int
-
-    @property
-    def name(self) -> str:
-        """The path, and for several parts the last key of the last one."""
-        last = "" if self.until is None else f" … {self.until.rpartition('/')[2]}"
-        return f"{self.path}{last}"
-
-
-class TreeRow(NamedTuple):
-    """A container or a leaf of a state.
-
-    Attributes:
-        name: The last key of `path`, as shown.
-        path: The leaf path, or the common prefix of the leaves; empty for the root.
-        depth: The number of keys in `path`.
-        bytes: The size of the values, uncompressed.
-        type: The type of a leaf; None for a container.
     """
 
     name: str
-    path: str
-    depth: int
     leaves: int
     bytes: int
-    type: str | None
-
-
-class ChangedLeaf(NamedTuple):
-    """A leaf that differs between two steps.
-
-    Attributes:
-        group: The part of the state: `params`, or a part of the optimizer.
-        what: The difference, as `LeafDiff.kind`; or `only in` a step.
-        shown: The type, or both types.
-        elements: The number of all elements, where some differ.
-        max_abs: The largest difference of two elements.
-        rel_norm: The norm of the difference relative to the norm of the first leaf.
-    """
-
-    path: str
-    group: str
-    what: str
-    shown: str = ""
-    different: int = 0
-    elements: int = 0
-    max_abs: float = 0.0
-    rel_norm: float = 0.0
-
-
-class Change(NamedTuple):
-    """The differences between two steps.
-
-    Attributes:
-        leaves: The leaves that differ, the largest changes of each part first.
-        equal_in: Group -> the number of its equal leaves; the optimizer comes last.
-        unreadable_in: Group -> the number of its leaves that cannot be read.
-        bytes_compared: Size of the values of one step.
-        unreadable: Leaf path -> the step in which it cannot be read, and the reason; it
-            may differ.
-        metrics: Metric of either step -> its values at both, None without a value.
-        damaged_items: Item that is damaged or missing -> the step, and the reason.
-    """
-
-    step_a: int
-    step_b: int
-    leaves: tuple[ChangedLeaf, ...]
-    equal: int
-    equal_in: Mapping[str, int]
-    unreadable_in: Mapping[str, int]
-    bytes_compared: int
-    unreadable: Mapping[str, str]
-    metrics: Mapping[str, tuple[float | None, float | None]]
-    damaged_items: Mapping[str, str] = MappingProxyType({})
-
-
-class Histogram(NamedTuple):
-    """The number of values in bins of equal width, from `min` to `max`."""
-
-    min: float
-    max: float
-    counts: tuple[int, ...]
 
 
 class LeafHistory(NamedTuple):
     """Statistics of a leaf at the saves of a run, from samples of its values.
 
     Attributes:
-        group: The part of the state, as of `ChangedLeaf`.
+        group: The part of the state: `params`, or a part of the optimizer.
         kind: `layer` for parameters and other values that a layer has; `optimizer` for
             the leaves of the optimizer and for copies, as averages; `other` for
             counters and random keys.
         norms: Step -> the norm, ascending; NaN if a value in the sample is not finite.
-        mean: The mean at the last step, as the next three, of the finite values; NaN
-            without any, as the next two.
-        min: The smallest finite value.
-        max: The largest finite value.
-        nonfinite: The number of NaNs and infinities in the sample.
-        histograms: Step -> the histogram of the finite values, of some steps.
+        last: The sample of the last step.
+        drawn: Step -> its sample, of the steps whose histograms are drawn.
     """
 
     path: str
     group: str
     kind: Literal["layer", "optimizer", "other"]
     norms: Mapping[int, float]
-    mean: float
-    min: float
-    max: float
-    nonfinite: int
-    histograms: Mapping[int, Histogram]
+    last: LeafSample
+    drawn: Mapping[int, LeafSample]
 
     @property
     def nonfinite_steps(self) -> Sequence[int]:
@@ -295,6 +193,8 @@ class Report:
         steps: The checkpoints, the oldest first, with metrics and reasons.
         history: The steps that were ever saved, the oldest first; with existing ones.
         verdicts: Deleted step -> what each policy kept at that time, of the last ones.
+        happened: The events in the journal that are no part of a save: of restores,
+            deletions, preemptions and markers of damage.
         metrics: Name -> values by step, of existing and deleted steps.
         modes: Metric that policies rank steps by -> which values are the best.
         shown: The checkpoint that `parts` describes; None if none can be read.
@@ -303,6 +203,7 @@ class Report:
         parts: The sizes of its other parts; with the copies, they add up to
             `total_bytes`.
         tree: Its other containers and leaves, each container before its content.
+        change: The differences between the steps `compared`; None if not compared.
         leaf_histories: Statistics of leaves over the saves, if the run recorded any;
             the parameters first.
         positions: The positions of dataset iterators, the oldest step first.
@@ -325,7 +226,7 @@ class Report:
     history: tuple[SavedStep, ...]
     verdicts: Mapping[int, tuple[Verdict, ...]]
     saves: tuple[Save, ...]
-    happened: tuple[OtherEvent, ...]
+    happened: tuple[Event, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]
     modes: Mapping[str, Sequence[Literal["min", "max"]]]
     shown: str | None
@@ -333,8 +234,9 @@ class Report:
     leaves: int
     copies: tuple[Copy, ...]
     parts: tuple[Part, ...]
-    tree: tuple[TreeRow, ...]
-    change: Change | None
+    tree: tuple[Subtree, ...]
+    change: CheckpointDiff | None
+    compared: tuple[int, int] | None
     leaf_histories: tuple[LeafHistory, ...]
     positions: tuple[Position, ...]
     lineage: tuple[Lineage, ...]

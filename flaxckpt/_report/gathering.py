@@ -12,12 +12,12 @@ import itertools
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from flaxckpt import _formats, _inspect, _run, _steps, _storage, errors
+from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._inspect.history import SavedStep, Verdict
@@ -30,17 +30,7 @@ from flaxckpt._report import (
     save_history,
     size_groups,
 )
-from flaxckpt._report.data import (
-    Change,
-    ChangedLeaf,
-    Histogram,
-    Integrity,
-    LeafHistory,
-    MetricValue,
-    Position,
-    Report,
-    TreeRow,
-)
+from flaxckpt._report.data import Integrity, LeafHistory, MetricValue, Position, Report
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
@@ -150,10 +140,9 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         leaves=trees[0].leaves if trees else 0,
         copies=repeated,
         parts=size_groups.divide(rest) if rest else (),
-        tree=tuple(
-            TreeRow(t.name, *t[:4], str(t.info) if t.info else None) for t in rest
-        ),
+        tree=tuple(rest),
         change=None,
+        compared=None,
         leaf_histories=_leaf_histories(root, repeated, infos) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
@@ -162,8 +151,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         notes=notes,
     )
     report = report.with_integrity(checks)
-    change = _compare_steps(root, report, options, notes)
-    return dataclasses.replace(report, change=change)
+    change, compared = _compare_steps(root, report, options, notes) or (None, None)
+    return dataclasses.replace(report, change=change, compared=compared)
 
 
 def _read_tags(root: Path) -> Mapping[str, str]:
@@ -264,8 +253,8 @@ def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
 
 def _compare_steps(
     root: Path, report: Report, options: ReportOptions, notes: dict[str, str]
-) -> Change | None:
-    """Returns the differences between two steps; None if not compared."""
+) -> tuple[CheckpointDiff, tuple[int, int]] | None:
+    """Returns the differences between two steps, and these; None if not compared."""
     is_requested = options.diff or (options.step_a, options.step_b) != (None, None)
     if options.diff is False:
         notes["change"] = "Not compared, because of --no-diff."
@@ -286,9 +275,7 @@ def _compare_steps(
                 " compares them."
             )
             return None
-        diff = _inspect.diff.diff(a, b)
-        names = str(pair[0]), str(pair[1])
-        return describe_change(diff, report.copies, pair, names)
+        return _inspect.diff.diff(a, b), pair
     except _UNREADABLE as error:
         is_damaged = isinstance(error, errors.DamagedCheckpointError)
         if is_requested and not is_damaged:
@@ -317,63 +304,6 @@ def _choose_steps(report: Report, options: ReportOptions) -> tuple[int, int] | N
     return None if a is None or b is None or not report.good_steps else (a, b)
 
 
-def describe_change(
-    diff: CheckpointDiff,
-    repeated: Sequence[copies.Copy],
-    steps: tuple[int, int],
-    names: tuple[str, str],
-) -> Change:
-    """Returns the data of a comparison, by parts of the state.
-
-    `repeated` are the copies in the second step; `names` say which step has a leaf.
-    """
-    leaves = []
-    for path, leaf in diff.changed.items():
-        types = str(leaf.b) if str(leaf.a) == str(leaf.b) else f"{leaf.a} → {leaf.b}"
-        shown = ", ".join(filter(None, (types, leaf.note)))
-        elements = _elements(leaf.a) if leaf.different else 0
-        sizes = (leaf.different, elements, leaf.max_abs, leaf.rel_norm)
-        group = _group(path, repeated)
-        leaves.append(ChangedLeaf(path, group, leaf.kind, shown, *sizes))
-    for name, paths in zip(names, (diff.only_in_a, diff.only_in_b), strict=True):
-        what = f"only in {name}"
-        leaves += [ChangedLeaf(path, _group(path, repeated), what) for path in paths]
-    equal = Counter(_group(path, repeated) for path in diff.same)
-    unreadable = Counter(_group(path, repeated) for path in diff.unreadable)
-    groups = {*(leaf.group for leaf in leaves), *equal, *unreadable}
-    return Change(
-        *steps,
-        tuple(leaves),
-        len(diff.same),
-        {group: equal[group] for group in sorted(groups, key=_rank)},
-        dict(unreadable),
-        diff.bytes_compared,
-        diff.unreadable,
-        diff.metrics,
-        diff.damaged_items,
-    )
-
-
-def _elements(info: LeafInfo) -> int:
-    """Returns the number of elements that a comparison counts."""
-    if info.kind == "string":
-        return 1
-    return math.prod(info.stored_shape)
-
-
-def _group(path: LeafPath, repeated: Sequence[copies.Copy]) -> str:
-    """Returns the part of a state with a leaf: a copy, or an outermost container."""
-    for copy in repeated:
-        if path.startswith(f"{copy.path}/"):
-            return copy.path
-    return path.partition("/")[0]
-
-
-def _rank(group: str) -> tuple[bool, bool, str]:
-    """Ranks groups: the parameters come first, the optimizer last."""
-    return copies.is_optimizer(group), group != "params", group
-
-
 def _leaf_histories(
     root: Path, repeated: Sequence[copies.Copy], infos: Mapping[LeafPath, LeafInfo]
 ) -> tuple[LeafHistory, ...]:
@@ -384,34 +314,30 @@ def _leaf_histories(
     recorded = {samples.step: samples for samples in _run.sample_log.read(root)}
     steps = sorted(recorded)
     norms: dict[LeafPath, dict[int, float]] = {}
-    histograms: dict[LeafPath, dict[int, Histogram]] = {}
-    last = {}
+    drawn: dict[LeafPath, dict[int, LeafSample]] = {}
+    last: dict[LeafPath, LeafSample] = {}
     places = [n / _MOST_RIDGES for n in range(_MOST_RIDGES + 1)] if steps else []
-    drawn = {steps[round(place * (len(steps) - 1))] for place in places}
+    chosen = {steps[round(place * (len(steps) - 1))] for place in places}
     for step in steps:
         for path, leaf in recorded[step].leaves.items():
             norms.setdefault(path, {})[step] = math.nan if leaf.nonfinite else leaf.norm
             if not any(leaf.histogram):  # without a finite value
                 leaf = leaf._replace(mean=math.nan, min=math.nan, max=math.nan)
             last[path] = leaf
-            if step in drawn:
-                each = Histogram(leaf.min, leaf.max, leaf.histogram)
-                histograms.setdefault(path, {})[step] = each
+            if step in chosen:
+                drawn.setdefault(path, {})[step] = leaf
     histories = [
         LeafHistory(
             path,
-            _group(path, repeated),
+            copies.group_of(path, repeated),
             _kind(path, repeated, infos.get(path)),
             norms[path],
-            leaf.mean,
-            leaf.min,
-            leaf.max,
-            leaf.nonfinite,
-            histograms.get(path, {}),
+            leaf,
+            drawn.get(path, {}),
         )
         for path, leaf in last.items()
     ]
-    return tuple(sorted(histories, key=lambda leaf: _rank(leaf.group)))
+    return tuple(sorted(histories, key=lambda leaf: copies.rank(leaf.group)))
 
 
 def _kind(

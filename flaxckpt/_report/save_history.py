@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from flaxckpt._report.data import OtherEvent, Save
+from flaxckpt._report.data import Save
 from flaxckpt._steps.event import Event
 from flaxckpt._types import JSON
 
-_OTHER_EVENTS = frozenset(
+_OTHERS = frozenset(
     ("restored", "fell_back", "found_damaged", "found_good", "preempted", "deleted")
 )
 
@@ -29,10 +29,7 @@ def saves(events: Iterable[Event]) -> tuple[Save, ...]:
             history.append(Save(event.step, event.time))
         if number is None:
             continue
-        if event.kind == "uploaded":
-            secs = _number(event.details, "secs")
-            history[number] = history[number]._replace(uploaded_secs=secs)
-        elif event.kind == "copied":
+        if event.kind == "copied":
             copies = int(_number(event.details, "copies") or 0)
             history[number] = history[number]._replace(copies=copies)
         elif is_open:
@@ -52,12 +49,10 @@ def _add_event(save: Save, event: Event) -> Save:
             return save._replace(blocked_secs=blocked, began=began)
         case "committed":
             total = _number(event.details, "total_secs")
-            size = event.details.get("bytes")
             return save._replace(
                 blocked_secs=save.blocked_secs if blocked is None else blocked,
                 total_secs=total,
                 began=save.began if total is None else event.time - total,
-                bytes=size if isinstance(size, int) else None,
                 outcome="durable",
             )
         case "failed":
@@ -68,13 +63,9 @@ def _add_event(save: Save, event: Event) -> Save:
     return save
 
 
-def other_events(events: Iterable[Event]) -> tuple[OtherEvent, ...]:
-    """Returns the other events in a journal."""
-    return tuple(
-        OtherEvent(event.kind, event.step, event.time, _why(event))
-        for event in events
-        if event.kind in _OTHER_EVENTS
-    )
+def other_events(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Returns the events in a journal that are no part of a save."""
+    return tuple(event for event in events if event.kind in _OTHERS)
 
 
 def source_outcome(events: Iterable[Event]) -> str:
@@ -84,7 +75,8 @@ def source_outcome(events: Iterable[Event]) -> str:
     return first.replace(" init", " initialized")
 
 
-def _why(event: Event) -> str:
+def explain(event: Event) -> str:
+    """Returns the reason or the error that an event records, else its duration."""
     for name in ("reason", "error"):
         if name in event.details:
             return str(event.details[name])

@@ -17,14 +17,11 @@ _LEAST_SHARE = 0.08
 
 
 def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
-    """Divides a checkpoint into parts that add up to the whole, group by group.
+    """Divides a checkpoint into parts that add up to the whole, the largest first.
 
-    Each container comes before its children. A group is an outermost container.
+    Each container comes before its children.
     """
-    inner: list[list[int]] = [[] for _ in trees]
-    for number, above in enumerate(copies.find_parents([t.depth for t in trees])):
-        if above is not None:
-            inner[above].append(number)
+    inner = copies.find_children(trees)
 
     def size_of(numbers: Sequence[int]) -> int:
         return sum(trees[n].bytes for n in numbers)
@@ -39,12 +36,10 @@ def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
         if inside and len(parts) + len(waiting) + len(inside) < _MOST_PARTS:
             waiting += inside
         else:
-            first, last = trees[numbers[0]].shown_path, trees[numbers[-1]].shown_path
-            until = last if len(numbers) > 1 else None
-            leaves = sum(trees[n].leaves for n in numbers)
-            group = first.partition("/")[0]
-            parts.append(Part(group, first, until, len(numbers), leaves, size))
-    return tuple(sorted(parts, key=lambda part: (part.group, -part.bytes)))
+            name, last = trees[numbers[0]].shown_path, trees[numbers[-1]].name
+            name += f" … {last}" if len(numbers) > 1 else ""
+            parts.append(Part(name, sum(trees[n].leaves for n in numbers), size))
+    return tuple(sorted(parts, key=lambda part: (-part.bytes, part.name)))
 
 
 def _split(trees: Sequence[Subtree], inner: Sequence[int]) -> list[list[int]]:

@@ -22,7 +22,6 @@ from jinja2 import ext
 
 from flaxckpt import errors
 from flaxckpt._report import copies
-from flaxckpt._report.data import ChangedLeaf
 from flaxckpt._util import html, humanize
 
 
@@ -107,7 +106,6 @@ def _environment() -> jinja2.Environment:
     environment.tests |= {"finite": math.isfinite, "optimizer": copies.is_optimizer}
     environment.globals |= {
         "address": address,
-        "count_changes": _count_changes,
         "row": ShownRow,
         "sortable": _sortable,
         "used": _find_used,
@@ -132,13 +130,6 @@ def _find_used(rows: Sequence[ShownRow], count: int) -> list[int]:
     """Returns the columns in which a row has a text."""
     texts = [[str(getattr(each, "shown", each)) for each in row.cells] for row in rows]
     return [n for n in range(count) if any(row[n] for row in texts)]
-
-
-def _count_changes(leaves: Sequence[ChangedLeaf]) -> Mapping[str, int]:
-    retyped = sum(leaf.what in ("kind", "shape", "dtype") for leaf in leaves)
-    changed = sum(leaf.what == "values" for leaf in leaves)
-    only = len(leaves) - retyped - changed
-    return {"changed": changed, "retyped": retyped, "only": only}
 
 
 def _attributes(given: Mapping[str, object]) -> html.Markup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Annotated
 
 from flaxckpt import errors
@@ -202,7 +201,7 @@ def _row(name: str, leaf: LeafDiff) -> list[str | Cell]:
     if not leaf.different:
         return [name, "", types, "", "", ""]
     changes = [_number(leaf.max_abs), _number(leaf.rel_norm)]
-    elements = f"{leaf.different:,} of {math.prod(leaf.a.shape):,}"
+    elements = f"{leaf.different:,} of {leaf.elements:,}"
     return [name, "", types, elements, *changes]
 
 

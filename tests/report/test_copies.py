@@ -99,7 +99,7 @@ def test_damaged_newest_step_does_not_hide_sizes_and_changes(tmp_path):
     found = _report.gather(run, _report.ReportOptions())
     assert found.shown == str(run / "70")
     assert found.total_bytes == flaxckpt.metadata(run / "70").total_bytes
-    assert (found.change.step_a, found.change.step_b) == (60, 70)
+    assert found.compared == (60, 70)
     assert [c.step for c in found.integrity if c.is_bad] == [80]
     page = _report.page(found)
     assert "Step 80 is damaged, newest other 70 (files complete, not read)" in page
@@ -116,7 +116,7 @@ def test_reports_non_finite_values(tmp_path):
             state["params"]["w"][0] = np.nan if step == 2 else 0
             on_step(step, state)
     found = _report.gather(tmp_path / "run", _report.ReportOptions())
-    lost = {leaf.path: leaf.nonfinite for leaf in found.leaf_histories}
+    lost = {leaf.path: leaf.last.nonfinite for leaf in found.leaf_histories}
     assert lost == {"params/w": 1, "params/v": 0}
     page = _report.page(found)
     assert "1 leaf has NaNs or infinities" in page

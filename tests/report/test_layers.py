@@ -9,6 +9,7 @@ from flax import nnx
 
 import flaxckpt
 from flaxckpt import _report
+from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._report.data import LeafHistory
 from tests.helpers.report_runs import charts_of
 
@@ -100,9 +101,12 @@ def test_layers_match_model_in_any_state(tmp_path, states, layers, jumped):
     assert _report.flight_recorder.choose_leaf(found) == notable
 
 
+SAMPLE = LeafSample(8, 8, 1.0, 0.0, -1.0, 1.0, 0, (4, 4))
+
+
 def test_leaf_unsampled_by_short_save_counts_as_unchanged():
     scale, bias = (
-        LeafHistory(f"params/norm/{name}", "params", "layer", norms, 0, 0, 0, 0, {})
+        LeafHistory(f"params/norm/{name}", "params", "layer", norms, SAMPLE, {})
         for name, norms in (
             ("scale", {1: 11.0, 3: 11.2, 4: 11.4}),
             ("bias", {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}),

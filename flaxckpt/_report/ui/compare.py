@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flaxckpt import _inspect, errors
-from flaxckpt._report import flight_recorder, gathering, templates
+from flaxckpt._report import content, flight_recorder, templates
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.opened import OpenCheckpoint
 from flaxckpt._report.ui.workspace import Query, Workspace
@@ -60,9 +60,8 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     repeated = workspace.feeds.latest(other).report.copies
     is_one = first.place == second.place
     names = _name(first, is_one), _name(second, is_one)
-    steps = first.step or 0, second.step or 0
-    change = gathering.describe_change(found, repeated, steps, names)
-    return templates.render("ui/compared.html", diff=change, names=names)
+    groups = content.group_changes(found, repeated)
+    return templates.render("ui/compared.html", diff=found, groups=groups, names=names)
 
 
 def _name(opened: OpenCheckpoint, is_one: bool) -> str:
