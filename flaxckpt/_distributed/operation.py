@@ -82,7 +82,7 @@ class ProcessGroup:
         self._counts: collections.Counter[str] = collections.Counter()
         self._open: set[Operation] = set()
         self._joined: dict[str, str] = {}
-        # Directory -> operations whose messages process 0 deletes later.
+        # Series -> operations whose messages process 0 deletes later.
         self._ended: dict[str, list[str]] = {}
         self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
         self._lock = threading.Lock()
@@ -108,7 +108,8 @@ class ProcessGroup:
         with self._lock:
             number = self._counts[name]
             self._counts[name] += 1
-        operation = Operation(self, f"{name}/{number}", what, timeout_secs)
+            earlier = tuple(self._ended.get(_series(name), ()))
+        operation = Operation(self, f"{name}/{number}", what, timeout_secs, earlier)
         self._open.add(operation)
         self.heartbeats.start()
         return operation
@@ -152,11 +153,12 @@ class ProcessGroup:
         self._open.discard(operation)
         if self.index != 0:
             return
-        place = operation.name.split("/")[1]
+        read = operation.earlier if all_reported else ()
+        series = _series(operation.name)
         with self._lock:
-            ended = self._ended.pop(place, []) if all_reported else []
-            self._ended.setdefault(place, []).append(operation.name)
-        for name in ended:
+            left = [name for name in self._ended.get(series, ()) if name not in read]
+            self._ended[series] = [*left, operation.name]
+        for name in read:
             with contextlib.suppress(OSError):
                 self.store.delete(name)
 
@@ -174,18 +176,37 @@ def _call_key(kind: str, directory: Path) -> str:
     return f"flaxckpt/call/{_place(directory)}/{kind}"
 
 
+def _series(name: str) -> str:
+    """Returns the series of an operation, by its name.
+
+    Each process takes part in the operations of a series one after the other. Those of
+    threads of their own, such as `copies.100`, are beside those of the calling thread:
+    whoever reports there may still read what process 0 has told here.
+    """
+    _, place, kind, *_ = name.split("/")
+    base, dot, _ = kind.partition(".")
+    return f"{place}/{base if dot else ''}"
+
+
 class Operation:
     """A joint operation of all processes.
 
     Each stage has a name. The operation succeeds, or fails with the same `ApartError`
-    in all processes that can be reached.
+    in all processes that can be reached. `earlier` are those of its series that had
+    ended before: all processes that take part in this one have left them.
     """
 
     def __init__(
-        self, group: ProcessGroup, name: str, what: str, timeout_secs: float
+        self,
+        group: ProcessGroup,
+        name: str,
+        what: str,
+        timeout_secs: float,
+        earlier: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.what = what
+        self.earlier = earlier
         self.is_first = group.index == 0
         self._group = group
         self._messages = Messages(group.store, name, group.index)

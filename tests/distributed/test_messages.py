@@ -52,6 +52,64 @@ def test_all_processes_learn_outcome_of_all(tmp_path, count):
             each.result()
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [("find", "copies.1"), ("copies.1", "find"), ("upload.a", "copies.1")],
+)
+def test_an_operation_beside_another_keeps_its_messages(tmp_path, earlier, later):
+    first, second = (
+        distributed_operation.ProcessGroup(
+            distributed_key_value.FileStore(tmp_path), index, 2
+        )
+        for index in range(2)
+    )
+    for number in range(2):  # the second process reads each message late
+        with exercise_together.begin(first, earlier) as operation:
+            operation.first("told", lambda: "text")
+        with exercise_together.begin(second, later) as beside:
+            beside.report("done")
+        with exercise_together.begin(first, later) as beside:
+            beside.gather("done")
+        with exercise_together.begin(second, earlier, timeout_secs=1) as operation:
+            assert operation.first("told", str) == "text", number
+
+
+def test_an_operation_during_another_keeps_its_messages(tmp_path):
+    first, second = (
+        distributed_operation.ProcessGroup(
+            distributed_key_value.FileStore(tmp_path), index, 2
+        )
+        for index in range(2)
+    )
+    with (
+        exercise_together.begin(second, "save") as saved,
+        exercise_together.begin(first, "save") as save,
+    ):
+        saved.report("written")
+        with exercise_together.begin(first, "once") as operation:
+            operation.first("told", lambda: "text")
+        save.gather("written")
+    with exercise_together.begin(second, "once", timeout_secs=1) as operation:
+        assert operation.first("told", str) == "text"
+
+
+def test_messages_of_ended_operations_are_deleted(tmp_path):
+    files = distributed_key_value.FileStore(tmp_path)
+    groups = [distributed_operation.ProcessGroup(files, i, 2) for i in range(2)]
+
+    def take_part(group):
+        for number in range(5):
+            for kind in ("find", f"copies.{number}", "upload.x"):
+                with exercise_together.begin(group, kind) as operation:
+                    operation.exchange("held")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(take_part, group) for group in groups]:
+            each.result()
+    texts = [key for key in files.list("flaxckpt") if "held" in key]
+    assert len({key.partition("/held")[0] for key in texts}) <= 3, texts
+
+
 def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "heartbeat.silent_secs", 0.3)
     files = distributed_key_value.FileStore(tmp_path)
