@@ -37,7 +37,9 @@ def run(directory, rank, given):
         given.get("url", directory / "run"),
         staging=f"{directory}/{staging}",
         keep_staging=[policies.LatestN(given.get("keep", 1))],
-        staging_copies=given.get("copies", 0),
+        staging_copies=given.get("copies_of", {}).get(
+            str(rank), given.get("copies", 0)
+        ),
         peer_network=given.get("network"),
         peer_certificate=given.get("certificate"),
         failure_domain=lambda index: given.get("domains", "abcdefgh")[index],

@@ -357,6 +357,22 @@ def test_rejects_shared_staging_directory(tmp_path):
         assert "process 0, process 1 have the same staging directory" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"copies": 1, "copies_of": {"1": 0}}, "the same staging_copies, but"),
+        pytest.param(
+            {"copies": 1, "domains": ["a", None]},
+            "failure_domain has returned None for process 1",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_first_save_refuses_options_that_do_not_fit(tmp_path, given, why):
+    for each in run(tmp_path, ["failing_save", 1], **given):
+        assert why in each["failing_save"][1]
+
+
 @pytest.mark.slow
 def test_rejects_zarr_2_on_opening(tmp_path):
     said = run(tmp_path / "run", zarr_version=2)

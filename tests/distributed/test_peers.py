@@ -58,6 +58,9 @@ def test_serves_only_peers_with_certificate(tmp_path):
         ("peer_certificate", "missing.pem", "Pass a PEM file"),
         ("peer_certificate", __file__, "Pass a PEM file"),
         ("staging_copies", -1, "staging_copies"),
+        ("failure_domain", "rack", "a function of the process index"),
+        ("staging", 5, "staging must be a directory, or a function"),
+        ("staging", lambda index: None, "staging must be a directory, or a function"),
     ],
 )
 def test_rejects_invalid_options_on_opening(tmp_path, option, value, text):

@@ -60,6 +60,11 @@ class PeerOptions(NamedTuple):
             OptionError: They are not.
         """
         _util.arguments.check_int("staging_copies", self.copies, least=0)
+        if self.failure_domain is not None and not callable(self.failure_domain):
+            raise errors.OptionError(
+                "failure_domain must be a function of the process index that returns a"
+                f" name, got {self.failure_domain!r:.80}"
+            )
         if self.network is not None:
             try:
                 ipaddress.ip_network(self.network)
@@ -163,12 +168,17 @@ class PartTier:
         After a failure, some may have learnt of them, and others not.
 
         Raises:
-            OptionError: Processes have the same directory, or too few are in other
-                failure domains.
+            OptionError: Processes have the same directory, or other numbers of copies,
+                or one has no failure domain.
         """
-        row = json.dumps([socket.gethostname(), self._meeting])
+        row = json.dumps([socket.gethostname(), self._meeting, self._options.copies])
         rows = [json.loads(text) for text in operation.exchange("host", row)]
-        hosts, meetings = zip(*rows, strict=True)
+        hosts, meetings, copies = zip(*rows, strict=True)
+        if len({*copies}) > 1:
+            raise errors.OptionError(
+                "all processes must have the same staging_copies, but they have\n"
+                + errors.rows(f"process {n}: {each}" for n, each in enumerate(copies))
+            )
         if self._meeting and {*meetings} == {self._meeting}:
             return
         self._own = operation.index
@@ -177,8 +187,13 @@ class PartTier:
                 self._root, self._address(hosts), self._certificate
             )
         domain = self._options.failure_domain or (lambda index: socket.gethostname())
+        if (place := domain(self._own)) is None:
+            raise errors.OptionError(
+                f"failure_domain has returned None for process {self._own}: return a"
+                " name, such as that of its machine"
+            )
         with self._present() as token:
-            mine = [self._server.peer[:3], str(domain(self._own)), token]
+            mine = [self._server.peer[:3], str(place), token]
             rows = [
                 json.loads(text) for text in operation.exchange("met", json.dumps(mine))
             ]

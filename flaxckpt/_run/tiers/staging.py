@@ -109,6 +109,11 @@ def _resolve(staging: Staging, directory: Path) -> Path:
     """
     index = _util.processes.process_index() if _util.job.is_distributed() else 0
     named = staging(index) if callable(staging) else staging
+    if not _util.arguments.is_path(named):
+        raise errors.OptionError(
+            "staging must be a directory, or a function of the process index that"
+            f" returns one, got {named!r:.80}"
+        )
     text = str(_storage.paths.resolve(named))
     path = _storage.paths.resolve(text.replace("{process}", str(index)))
     if _storage.paths.is_remote(path):
