@@ -155,7 +155,7 @@ class Restores:
         path: Path | str,
         counter: _util.progress.Counter,
         start: float,
-        **details: str | int,
+        **details: Any,
     ) -> None:
         secs = time.monotonic() - start
         self._run.events.emit(
@@ -291,9 +291,8 @@ class Restores:
                 self._run.events.emit("fell_back", number, path=path, error=text)
                 _log.warning("step %d is left out: %s", number, error)
             else:
-                self._report_restored(
-                    number, path, counter, start, **self._describe_copied()
-                )
+                details = self._describe_origin(number, path, counter)
+                self._report_restored(number, path, counter, start, **details)
                 # Mark damaged steps only after another step was restored.
                 self._update_markers(number, path, left_out)
                 self._warn_of_older(number, [*marked, *(n for n, _ in left_out)])
@@ -301,10 +300,25 @@ class Restores:
         assert first is not None
         raise first
 
-    def _describe_copied(self) -> dict[str, int]:
-        """Returns the bytes that this process had to copy, for the event."""
+    def _describe_origin(
+        self, step: int, path: Path, counter: _util.progress.Counter
+    ) -> dict[str, Any]:
+        """Returns where the bytes of a step came from, for the event."""
         tier = self._run.part_tier
-        return {} if tier is None else tier.copied._asdict()
+        if tier is None:
+            return {}
+        if self._run.tier(path) == "directory":
+            return {"from_peers": 0, "from_directory": counter.total}
+        copied: dict[str, Any] = tier.copied._asdict()
+        if missing := tier.missing_parts(path):
+            copied["missing"] = missing
+            _log.warning(
+                "step %d: the parts of %s are at no process, but in %s",
+                step,
+                parts.names_of(missing),
+                self._run.directory,
+            )
+        return copied
 
     def _warn_of_older(self, number: int, newer: Sequence[int]) -> None:
         """Warns, as the last message, of a restore of an older step."""

@@ -57,6 +57,7 @@ def run(directory, rank, given):
     if details:
         found["from_peers"] = details[-1]["from_peers"]
         found["from_directory"] = details[-1]["from_directory"]
+        found["missing"] = details[-1].get("missing", [])
     return found
 
 

@@ -142,6 +142,18 @@ def test_repairs_damage_from_run_directory(parts):
     assert all(each["from_directory"] > 0 for each in said)
 
 
+def test_event_says_that_run_directory_was_read(tmp_path):
+    run(tmp_path, ["save", 1], ["wait_for_uploads"])
+    shutil.rmtree(tmp_path / "local-1")
+    said = run(tmp_path, ["restore"])
+    assert all(each["missing"] == [1] for each in said)
+    assert said[1]["from_directory"] > 0
+    for index in range(2):
+        shutil.rmtree(tmp_path / f"local-{index}")
+    said = run(tmp_path, ["restore"])
+    assert all(each["from_directory"] > 0 for each in said)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority")
 def test_copies_give_way_to_training(tmp_path):
     said = run(tmp_path, ["copy_at_low_priority", 1], copies=1)

@@ -360,6 +360,12 @@ class PartTier:
         """Returns True for a step of which other places may have files."""
         return path in self._sources
 
+    def missing_parts(self, path: Path) -> list[int]:
+        """Returns the parts of a step that only the run directory has."""
+        sources = self._sources.get(path)
+        holders = {} if sources is None else sources.holders
+        return [part for part, having in holders.items() if not having]
+
     def forget(self, step: int) -> None:
         """Forgets a step that was saved or deleted."""
         self.whole.discard(step)
