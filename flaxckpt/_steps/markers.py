@@ -99,8 +99,12 @@ def count_copies(names: Collection[str]) -> int:
 
 
 def mark_copied(path: Path, copies: int) -> None:
-    """Records that the parts of the step at `path` have durable copies."""
-    _write(path, f"{_COPIES}{copies}", _CONTENT)
+    """Records how many durable copies the parts of the step at `path` have."""
+    for name in _storage.of(path).names(path):
+        if name.startswith(_COPIES):
+            (path / name).unlink(missing_ok=True)
+    if copies:
+        _write(path, f"{_COPIES}{copies}", _CONTENT)
 
 
 def is_marker(name: str) -> bool:

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from flaxckpt._distributed import messages, operation
-from flaxckpt._run.tiers import parts, upload_copies
+from flaxckpt._run.tiers import part_tier, parts, upload_copies
 from verification.simulation import kernel, planted_tier, runner, tier
 
 MOST_HISTORIES = 600
@@ -59,7 +59,9 @@ def _lose_a_failure_domain(patches):
         story.end(4)
 
 
-def _copy_to_the_next(domains, count):
+def _copy_to_the_next(domains, count, holders=None):
+    if holders is not None:
+        return [[] for _ in holders]
     return [[(process + 1) % len(domains)] for process in range(len(domains))]
 
 
@@ -67,6 +69,29 @@ def test_a_step_survives_the_loss_of_a_failure_domain():
     _lose_a_failure_domain({})
     with pytest.raises(kernel.Violation):  # with a copy in the domain of its part
         _lose_a_failure_domain({(parts, "choose_copies"): _copy_to_the_next})
+
+
+def _lose_a_machine_after_another(patches):
+    with (
+        runner.installed(tier, patches),
+        tier.story(1, copies=1, domain_size=1, latest=0) as story,
+    ):
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(3, ["restore", "save", "copies"], is_calm=True)
+        for machine in ("m1", "m0"):
+            story.lose(machine)
+            story.run_job(3, ["restore", "copies"], is_calm=True)
+            for other in ("m0", "m1", "m2"):
+                story.files.cut_power(story.files.root / other, _AllLost())
+        story.files.failing.clear()
+        story.end(3)
+
+
+def test_a_restore_makes_lost_copies_again():
+    _lose_a_machine_after_another({})
+    nothing = {(part_tier.PartTier, "copy_again"): lambda *args: None}
+    with pytest.raises(kernel.Violation):
+        _lose_a_machine_after_another(nothing)
 
 
 def test_uploads_no_step_without_all_parts():

@@ -65,6 +65,7 @@ class Save:
         order: Its place among the others, by their ends. Of two saves of a step, at the
             same time by two jobs, the later end replaces the other.
         has_ended: Whether it was acknowledged.
+        is_damaged: Whether a file of it was changed.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -73,7 +74,7 @@ class Save:
         self.disks = disks
         self.survives: int | None = None
         self.order = 0
-        self.has_ended = False
+        self.has_ended = self.is_damaged = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -137,6 +138,14 @@ class Ledger:
         for save in self.saves.values():
             if save.step == step:
                 save.survives = None
+
+    def copy(self, save: Save, disks: dict[str, str], copies: int) -> None:
+        """Notes that the parts of a save on these disks have all copies."""
+        if save.is_damaged:  # a restore does not verify the copies for others
+            return
+        save.disks = dict(disks)
+        save.survives = min(copies, len({*disks.values()}) - 1)
+        self.world.record(f"copied: {save}", save.survives)
 
     def lose(self, disk: str) -> None:
         """Notes that a disk lost what it held."""
@@ -285,7 +294,12 @@ class Script:
         self.machines = machines
         self._ledger = ledger
         self._setting = setting
+        self.from_directory: set[Save] = set()
         self._saves: dict[int, Save] = {}
+
+    def disks(self) -> dict[str, str]:
+        """Returns disk -> its failure domain, of all processes."""
+        return {name: self._setting.domain(name) for name in self.machines}
 
     def disk(self, index: int) -> Path:
         """Returns the disk of a process."""
@@ -301,8 +315,7 @@ class Script:
     def save_of(self, number: int, step: int) -> Save:
         """Returns the save of a turn, the same in all processes."""
         if number not in self._saves:
-            held = {name: self._setting.domain(name) for name in self.machines}
-            self._saves[number] = self._ledger.begin_save(step, held)
+            self._saves[number] = self._ledger.begin_save(step, self.disks())
         return self._saves[number]
 
 
@@ -366,7 +379,11 @@ class _Program:
         )
 
     def _restore(self, number: int) -> Save:
-        return self._check_restored(self._checkpointer.restore(), _PARTS)
+        save = self._check_restored(self._checkpointer.restore(), _PARTS)
+        self._last = save
+        if self._from_directory:  # what no process had is not copied
+            self._script.from_directory.add(save)
+        return save
 
     def _restore_some(self, number: int) -> Save:
         """Restores some arrays, so that others of a part are not copied."""
@@ -403,11 +420,10 @@ class _Program:
 
     def _copies(self, number: int) -> None:
         self._checkpointer.wait_for_copies()
-        save, setting = self._last, self._setting
-        if save is not None and save.survives == 0:
-            domains = len({*save.disks.values()})
-            save.survives = min(setting.copies, domains - 1)
-            self._world.record(f"copied: {save}", save.survives)
+        save, script = self._last, self._script
+        if save is None or save.survives is None or save in script.from_directory:
+            return
+        self._ledger.copy(save, script.disks(), self._setting.copies)
 
     def _uploads(self, number: int) -> None:
         self._checkpointer.wait_for_uploads()
@@ -784,6 +800,8 @@ class Story:
         file = random.choice(files)
         kind = random.choice(("flipped", "truncated", "removed"))
         self.world.record(f"{file.relative_to(root.parent)} is {kind}")
+        for save in self.ledger.saves.values():
+            save.is_damaged |= machine in save.disks
         self.ledger.lose(machine)
         if "/state/d/" not in f"{file}":  # then the step counts as damaged everywhere
             self.ledger.forget(f"lost {machine}")

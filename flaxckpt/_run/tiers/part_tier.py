@@ -88,10 +88,21 @@ NO_PEERS = PeerOptions()
 
 
 class _Waiting(NamedTuple):
-    """A step whose parts are to be copied."""
+    """A step whose parts are to be copied.
+
+    Attributes:
+        step: Its number.
+        path: The step in the directory of this process.
+        holders: Part -> the processes that have it.
+        parts: The parts that this process is to keep.
+        operation: The operation of all processes.
+        pace: The pace of the threads.
+    """
 
     step: int
     path: Path
+    holders: Mapping[int, Sequence[int]]
+    parts: Collection[int]
     operation: Operation
     pace: Pace
 
@@ -137,6 +148,7 @@ class PartTier:
         self._own = 0
         self._peers: Sequence[Peer] = ()
         self._meeting: str | None = None
+        self._domains: Sequence[str] = ()
         self._keepers: Sequence[Sequence[int]] = ()
         self._sources: dict[Path, Sources] = {}
         self._guard = _util.forks.PerProcess(threading.Lock)
@@ -211,7 +223,7 @@ class PartTier:
                     )
             for left in self._root.glob(_TOKENS):  # also by a process that crashed
                 left.unlink(missing_ok=True)
-        domains = [name for _, name, _ in rows]
+        self._domains = domains = [name for _, name, _ in rows]
         self._keepers = parts.choose_copies(domains, self._options.copies)
         if self.copies < self._options.copies:
             _log.warning(
@@ -414,15 +426,37 @@ class PartTier:
 
     def copy(self, step: int, path: Path, processes: Processes) -> None:
         """Begins to copy the parts of a new step between all processes."""
-        if not self.copies:
+        if self.copies:
+            holders = {process: [process] for process in range(len(self._keepers))}
+            self._begin_copy(step, path, processes, holders, self._keepers)
+
+    def copy_again(self, step: int, path: Path, processes: Processes) -> None:
+        """Begins to copy the parts of a restored step whose copies were lost."""
+        if not self.copies or (sources := self._sources.get(path)) is None:
             return
+        holders = sources.holders
+        keepers = parts.choose_copies(self._domains, self.copies, holders)
+        if any(keepers):  # the same in all processes
+            with contextlib.suppress(OSError):
+                _steps.markers.mark_copied(path, 0)
+            self._begin_copy(step, path, processes, holders, keepers)
+
+    def _begin_copy(
+        self,
+        step: int,
+        path: Path,
+        processes: Processes,
+        holders: Mapping[int, Sequence[int]],
+        keepers: Sequence[Sequence[int]],
+    ) -> None:
+        mine = [part for part, some in enumerate(keepers) if self._own in some]
         # A process that fails before begins none: the number of the step keeps the
         # operations of the others apart.
         operation = processes.begin(f"copies.{step}", f"the copies of step {step}")
         assert operation is not None, path
         with self._guard.get():
             pace = Pace()
-            self._waiting.append(_Waiting(step, path, operation, pace))
+            self._waiting.append(_Waiting(step, path, holders, mine, operation, pace))
             if self._ended is not None:
                 return
             self._ended = _util.threads.Latch()
@@ -488,28 +522,23 @@ class PartTier:
 
     def _copy(self, waiting: _Waiting) -> str | None:
         """Copies the parts of others to this process; returns why that failed."""
-        step, path, operation, pace = waiting
+        step, path, holders, mine, operation, pace = waiting
         begun = time.monotonic()
         copied, fault = Copied(), None
         try:
-            kept = [
-                p for p, keepers in enumerate(self._keepers) if self._own in keepers
-            ]
             save, known = parts.identify(path), parts.find_parts(path)
             if save is None:
                 raise FileNotFoundError(f"{path} was deleted")
-            sources = Sources(
-                path, step, save, self._own, self._peers, {p: [p] for p in kept}
-            )
-            wanted = [name for part in kept for name in known.files[part]]
+            sources = Sources(path, step, save, self._own, self._peers, holders)
+            wanted = [name for part in mine for name in known.files[part]]
             copied = peer_copies.copy_parts(sources, wanted, self._mode, pace=pace)
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
-        mine = json.dumps(fault)
-        operation.report("copied", mine)
+        told = json.dumps(fault)
+        operation.report("copied", told)
 
         def gather() -> str:
-            faults = map(json.loads, operation.gather("copied", mine))
+            faults = map(json.loads, operation.gather("copied", told))
             rows = [f"process {n}: {why}" for n, why in enumerate(faults) if why]
             return json.dumps("; ".join(rows))
 

@@ -183,30 +183,38 @@ def choose(
     return found, lost
 
 
-def choose_copies(domains: Sequence[str], count: int) -> list[list[int]]:
-    """Returns the processes that keep a copy of each process's part.
+def choose_copies(
+    domains: Sequence[str],
+    count: int,
+    holders: Mapping[int, Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """Returns the processes that keep a new copy of each part.
 
-    Each copy is in a failure domain of its own; each process keeps about as many copies
+    Each copy is in a failure domain of its own; each process keeps about as many parts
     as any other. With fewer other domains, there are fewer copies.
 
     Args:
         domains: Process -> the name of its failure domain.
-        count: Number of copies.
+        count: Number of copies, with those that exist.
+        holders: Part -> the processes that have it; None for the parts of a new step,
+            one of each process. A part that no process has is not copied.
     """
-    keepers: list[list[int]] = []
-    load = collections.Counter[int]()
-    for process, domain in enumerate(domains):
-        after = [(process + n) % len(domains) for n in range(1, len(domains))]
-        used, chosen = {domain}, list[int]()
-        while len(chosen) < count:
-            others = [n for n in after if domains[n] not in used]
+    if holders is None:
+        holders = {process: [process] for process in range(len(domains))}
+    load = collections.Counter(process for some in holders.values() for process in some)
+    keepers: list[list[int]] = [[] for _ in holders]
+    for part, some in holders.items():
+        # A process may have got its own part again meanwhile.
+        order = [(part + n) % len(domains) for n in range(len(domains))]
+        used = {domains[process] for process in some}
+        while used and len(used) <= count:
+            others = [n for n in order if domains[n] not in used]
             if not others:
                 break
             best = min(others, key=lambda n: load[n])  # of equals, the first
-            chosen.append(best)
+            keepers[part].append(best)
             used.add(domains[best])
             load[best] += 1
-        keepers.append(chosen)
     return keepers
 
 

@@ -289,9 +289,30 @@ def copy_parts(
             if name in wanted
             and (name in damaged or parts.file_size(path / name) != size)
         ]
-    if not requests:
-        return Copied()
-    copied = Copied()
+    copied = (
+        _copy_all(sources, requests, mode, is_durable, pace) if requests else Copied()
+    )
+    if is_durable:
+        # Also what a restore has copied before.
+        there = {*wanted} - {request.name for request in requests}
+        _storage.of(path).sync_files([path / name for name in sorted(there)], 1)
+        # With their parents: those of files of large arrays are new, too.
+        parents = {above for name in wanted for above in PurePosixPath(name).parents}
+        for above in sorted(parents):
+            _storage.files.sync_directory(path / above)
+        _storage.files.sync_directory(path.parent)
+    return copied
+
+
+def _copy_all(
+    sources: Sources,
+    requests: Sequence[_Request],
+    mode: int | None,
+    is_durable: bool,
+    pace: Pace | None,
+) -> Copied:
+    """Copies files from their places, and gives them their names."""
+    path, copied = sources.path, Copied()
     with _storage.temporary.new_directory(path, mode) as aside:
         left: Sequence[_Request] = requests
         while left:
@@ -306,11 +327,6 @@ def copy_parts(
             for request in requests:
                 (path / request.name).unlink(missing_ok=True)
             raise FileNotFoundError(f"{path} was replaced meanwhile")
-    if is_durable:
-        # With their parents: those of files of large arrays are new, too.
-        parents = {above for each in requests for above in Path(each.name).parents}
-        for above in sorted(parents):
-            _storage.files.sync_directory(path / above)
     return copied
 
 
