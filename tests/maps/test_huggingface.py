@@ -143,7 +143,9 @@ def test_changed_parameters_change_the_exported_model(tmp_path, published):
 )
 def test_run_loaded_by_name_exports_by_name(tmp_path, published, target):
     model, source, _ = published
-    changes = maps.detect(source).family(source, target=target)
+    is_base = model.base_model is model
+    names = {"source_base": "", "target_base": ""} if is_base else {}
+    changes = maps.detect(source).family(source, target=target, **names)
     params = flaxckpt.load(source, transforms=changes)
     empty = jax.tree.map(jax.numpy.zeros_like, params)
     state = TrainState.create(apply_fn=None, params=empty, tx=optax.adamw(1e-3))
