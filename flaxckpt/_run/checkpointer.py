@@ -328,7 +328,8 @@ class Checkpointer(Closing):
     def wait_for_copies(self, timeout_secs: float | None = None) -> None:
         """Waits until the newest step has its `staging_copies` at other processes.
 
-        All processes call it. `close` does the same.
+        After a restore, waits until the restored step has. All processes call it.
+        `close` does the same.
 
         Raises:
             CheckpointTimeoutError: Copies are still being made after `timeout_secs`.
