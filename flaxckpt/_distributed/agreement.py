@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from flaxckpt import _util, errors
 from flaxckpt._distributed import messages
@@ -17,6 +17,8 @@ from flaxckpt._distributed.messages import ApartError
 from flaxckpt._distributed.operation import TIMEOUT_SECS, Operation, find_group
 
 T = TypeVar("T")
+
+MakeError: TypeAlias = Callable[[Operation, ApartError], errors.CheckpointError]
 
 
 def begin(
@@ -75,9 +77,12 @@ class Processes:
 
 @contextlib.contextmanager
 def report_failure(
-    operation: Operation | None, *, saving: bool = True
+    operation: Operation | None, make_error: MakeError | None = None
 ) -> Iterator[None]:
     """Reports a failure of the block to the other processes and raises the error.
+
+    `make_error` returns the error if another process has failed; by default
+    `save_error`.
 
     Raises:
         CheckpointError: Another process has failed.
@@ -87,8 +92,7 @@ def report_failure(
     except ApartError as apart:
         assert operation is not None
         _give_up(operation, apart)
-        failed = save_error if saving else _restore_error
-        raise failed(operation, apart) from None
+        raise (make_error or save_error)(operation, apart) from None
     except BaseException as error:
         if operation is not None:
             _give_up(operation, error)
@@ -101,9 +105,11 @@ def _give_up(operation: Operation, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def closing(operation: Operation | None, *, saving: bool = True) -> Iterator[None]:
+def closing(
+    operation: Operation | None, make_error: MakeError | None = None
+) -> Iterator[None]:
     """Reports a failure of the block to the other processes; ends the operation."""
-    with report_failure(operation, saving=saving):
+    with report_failure(operation, make_error):
         yield
     if operation is not None:
         operation.close()
@@ -120,6 +126,16 @@ def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointErro
         + "\nUnless it was already committed, nothing of it is kept; earlier"
         " checkpoints are untouched. Find out why these processes failed, then save"
         " again."
+    )
+
+
+def background_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
+    """Returns the error of copies or uploads after the failure of a process."""
+    return errors.SaveFailedError(
+        f"{operation.what} failed at some of the {operation.count} processes:\n"
+        + errors.rows(map(str, apart.failures))
+        + "\nThe steps stay where they are. Find out why these processes failed, then"
+        " try again."
     )
 
 
@@ -178,7 +194,7 @@ def attempt(
             return result
         except ApartError as apart:
             operation.fail(apart)
-            raise _restore_error(operation, apart) from None
+            raise restore_error(operation, apart) from None
         except Exception as error:
             operation.fail(error)
             raise _shared_error(operation, error, operation.outcome()) from error
@@ -191,13 +207,13 @@ def _shared_error(
     operation: Operation, error: Exception, apart: ApartError
 ) -> Exception:
     """Returns this process's own error if all processes failed alike."""
-    common = _restore_error(operation, apart)
+    common = restore_error(operation, apart)
     damage = errors.DamagedCheckpointError
     is_alike = isinstance(error, damage) is isinstance(common, damage)
     return error if is_alike else common
 
 
-def _restore_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
+def restore_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
     text = (
         f"{operation.what} could not be restored by all {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))

@@ -175,7 +175,9 @@ class Restores:
         """
         what = "the newest step" if step is None else f"step {step}"
         operation = self._processes.begin("find", what)
-        with _distributed.agreement.closing(operation, saving=False):
+        with _distributed.agreement.closing(
+            operation, _distributed.agreement.restore_error
+        ):
             self._wait()
             tier = self._run.part_tier
             if tier is not None and (operation is not None or tier.has_parts()):
@@ -474,7 +476,9 @@ class Restores:
     def _mark_parts(self, step: int, path: Path) -> None:
         """Marks a step at all processes if its part at one of them is damaged."""
         operation = self._processes.begin("mark", f"the damage of step {step}")
-        with _distributed.agreement.closing(operation, saving=False):
+        with _distributed.agreement.closing(
+            operation, _distributed.agreement.restore_error
+        ):
             mine = None
             with contextlib.suppress(OSError):  # an unreadable file proves nothing
                 if path.exists():

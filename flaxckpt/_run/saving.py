@@ -334,8 +334,9 @@ class Saves:
         tier = self._run.part_tier
         if tier is None or not tier.copies:
             return
-        operation = self._processes.begin("wait for copies", "the copies")
-        with _distributed.agreement.closing(operation):
+        operation = self._processes.begin("wait for copies", "the wait for copies")
+        make_error = _distributed.agreement.background_error
+        with _distributed.agreement.closing(operation, make_error):
             left = tier.wait(timeout_secs)
             if left:
                 raise errors.CheckpointTimeoutError(

@@ -113,7 +113,9 @@ class Session:
         All processes call this at the same point.
         """
         operation = self.processes.begin("look", "the steps")
-        with _distributed.agreement.closing(operation, saving=False):
+        with _distributed.agreement.closing(
+            operation, _distributed.agreement.restore_error
+        ):
             self.saves.end()
             if operation is not None and self.run.is_in_parts:
                 rows = operation.exchange("there", json.dumps(self.run.has_any()))

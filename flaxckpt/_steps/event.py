@@ -64,8 +64,10 @@ class Event:
 
 
 def first_lines(error: BaseException, lines: int = 3) -> str:
-    """Returns the first lines of an error message."""
-    text = "\n".join(str(error).strip().splitlines()[:lines])[:500]
+    """Returns the first lines of an error message, and a row that they announce."""
+    found = str(error).strip().splitlines()
+    lines += lines < len(found) and found[lines - 1].endswith(":")
+    text = "\n".join(found[:lines])[:500]
     return text or type(error).__name__
 
 

@@ -501,7 +501,7 @@ class PartTier:
                 with contextlib.suppress(Exception):  # its copies are of no use
                     self._leave_out(each)
             try:
-                with _distributed.agreement.closing(newest.operation):
+                with _closing(newest.operation):
                     self._failure = self._copy(newest)
             except Exception as error:
                 self._failure = errors.one_line(error)
@@ -515,7 +515,7 @@ class PartTier:
     def _leave_out(self, waiting: _Waiting) -> None:
         """Tells the others that a step is not copied here."""
         why = json.dumps("a newer step was saved before")
-        with _distributed.agreement.closing(waiting.operation):
+        with _closing(waiting.operation):
             waiting.operation.report("copied", why)
             if waiting.operation.is_first:
                 waiting.operation.first("durable", lambda: why)
@@ -556,6 +556,11 @@ class PartTier:
                 secs=secs,
             )
         return fault
+
+
+def _closing(operation: Operation) -> contextlib.AbstractContextManager[None]:
+    make_error = _distributed.agreement.background_error
+    return _distributed.agreement.closing(operation, make_error)
 
 
 def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:

@@ -313,6 +313,12 @@ def _copy_all(
 ) -> Copied:
     """Copies files from their places, and gives them their names."""
     path, copied = sources.path, Copied()
+    if others := [each.name for each in requests if (path / each.name).is_dir()]:
+        raise errors.CheckpointError(
+            f"directories in {path} are where files of arrays belong:\n"
+            + errors.rows(others)
+            + "\nMove them elsewhere, then try again."
+        )
     with _storage.temporary.new_directory(path, mode) as aside:
         left: Sequence[_Request] = requests
         while left:

@@ -133,7 +133,8 @@ class Uploads:
                 return True
             listener = self._listener
             operation.is_wanted = lambda: not (listener and listener.is_stopped())
-            with _distributed.agreement.closing(operation):
+            make_error = _distributed.agreement.background_error
+            with _distributed.agreement.closing(operation, make_error):
                 path, marker = upload_copies.help_copy(self._staging, operation)
                 if marker is not None:
                     with self.step_lock.get():  # a save may replace the step now
@@ -246,8 +247,9 @@ class Uploads:
             SaveFailedError: A step could not be uploaded.
         """
         if self._processes is not None:
-            operation = self._processes.begin("uploads", "the uploads")
-            with _distributed.agreement.closing(operation):
+            operation = self._processes.begin("uploads", "the wait for uploads")
+            make_error = _distributed.agreement.background_error
+            with _distributed.agreement.closing(operation, make_error):
                 _distributed.agreement.broadcast(
                     operation,
                     "uploaded",
