@@ -47,13 +47,8 @@ STORED_AS_BYTES = frozenset(
 )
 """One byte per element in numpy, unknown to TensorStore: stored as uint8 bits."""
 
-_NOT_IN_JAX = frozenset(("float6_e2m3fn", "float6_e3m2fn"))
-"""Types that jax knows by name, and has no arrays of."""
-
-_NEW_IN_JAX = frozenset(("int1", "uint1"))
-
-NOT_COMPUTED = _NOT_IN_JAX | _NEW_IN_JAX
-"""Types that jax compiles no function of."""
+NOT_COMPUTED = frozenset(("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"))
+"""Types that jax compiles no function of; some versions have no arrays of them."""
 
 PYTHON_NUMBERS: dict[type, str] = {
     bool: "bool",
@@ -134,11 +129,18 @@ def kind(dtype_name: str) -> str:
 @functools.cache
 def is_in_jax(dtype_name: str) -> bool:
     """Returns True if the installed jax has arrays of a type."""
-    if dtype_name in _NEW_IN_JAX:
-        import jax
+    if dtype_name not in NOT_COMPUTED:
+        return True
+    import jax
+    import numpy as np
 
-        return hasattr(jax.numpy, dtype_name)
-    return dtype_name not in _NOT_IN_JAX
+    from flaxckpt._state import numpy_dtypes
+
+    try:
+        jax.device_put(np.zeros((), numpy_dtypes.to_numpy(dtype_name)))
+    except (TypeError, RuntimeError):
+        return False
+    return True
 
 
 def array_type(dtype_name: str | None) -> str:
