@@ -220,14 +220,16 @@ class Restores:
         reasons: dict[int, str] = {}
         for number, missing in lost:
             if step in (None, number) and number > newest:
-                why = f"the parts of {parts.names_of(missing)} are at no process"
+                why = "the list of its parts is damaged at all processes"
+                if missing:
+                    why = f"the parts of {parts.names_of(missing)} are at no process"
                 reasons[number] = why
                 path = self._run.saves_in / self._run.format.name(number)
                 self._run.events.emit("fell_back", number, path=path, error=why)
                 _log.warning("step %d is left out: %s", number, why)
         if not candidates:
             if not reasons:
-                return self._run.candidates(step)  # raises
+                raise self._no_step_error(operation, step)
             raise errors.CheckpointNotFoundError(
                 f"no step of {self._run.directory} is whole: of\n"
                 + errors.rows(f"step {n}, {why}" for n, why in reasons.items())
@@ -235,6 +237,32 @@ class Restores:
                 " as saved them, with their staging directories."
             )
         return candidates
+
+    def _no_step_error(
+        self, operation: _distributed.operation.Operation | None, step: int | None
+    ) -> errors.CheckpointError:
+        """Returns the error for steps that no process can restore, the same in all."""
+        try:
+            here = [path.name for _, path in self._run.candidates(step)]
+        except errors.CheckpointError as error:
+            own = error
+        else:
+            own = errors.CheckpointNotFoundError(
+                f"no step of {self._run.directory} is whole; {self._run.saves_in} has"
+                f" {errors.first_few(here)}, which no run has saved there: move them"
+                " elsewhere"
+            )
+        if operation is None:
+            return own
+        text = json.dumps([type(own).__name__, errors.one_line(own)])
+        found = list(map(json.loads, operation.exchange("no step", text)))
+        if len({kind for kind, _ in found}) == 1:
+            return own
+        rows = [f"process {number}: {why}" for number, (_, why) in enumerate(found)]
+        return errors.DamagedCheckpointError(
+            f"no step of {self._run.directory} is whole:\n{errors.rows(rows)}\nDelete"
+            " what is damaged, then start again."
+        )
 
     def _marked_beyond(
         self, step: int | None, candidates: Sequence[tuple[int, Path]]

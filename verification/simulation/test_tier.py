@@ -94,6 +94,25 @@ def test_a_restore_makes_lost_copies_again():
         _lose_a_machine_after_another(nothing)
 
 
+def _damage(story, machine, file):
+    (story.files.root / machine / "local" / "1" / file).write_bytes(b"damaged")
+    story.ledger.lose(machine)
+
+
+@pytest.mark.parametrize("file", ["PARTS", "DAMAGED"])
+def test_processes_agree_that_nothing_is_whole(file):
+    """With a step at one process only, whose files are gone or unknown."""
+    with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["save"], is_calm=True)
+        _damage(story, "m0", file)
+        story.lose("m1")
+        script = story.run_job(2, ["restore", "overwrite", "restore"], is_calm=True)
+    errors = [[result.error for result in each.values()] for each in script.results]
+    assert len({type(error) for error in errors[0]}) == 1
+    assert errors[0][0] is not None
+
+
 def test_uploads_no_step_without_all_parts():
     with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
         story.files.failing[story.files.root / "run"] = 1.0

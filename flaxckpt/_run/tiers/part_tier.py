@@ -313,6 +313,7 @@ class PartTier:
             if any(not here.total for steps in held for here in steps.values()):
                 self._mend(held)
                 held = _exchange_held(operation, "mended", _find_held(paths))
+        unknown = {n for steps in held for n, here in steps.items() if not here.total}
         held = [{n: here for n, here in steps.items() if here.total} for steps in held]
         near = {step for steps in held for step in steps}
 
@@ -326,6 +327,8 @@ class PartTier:
         names = {step: name for step, name, _ in listed}
         found, lost = parts.choose(held, {step: save for step, _, save in listed})
         self.whole = {whole.step for whole in found}
+        known = self.whole | {each.step for each in lost}
+        lost += [Lost(number, ()) for number in sorted(unknown - known)]
         self.lost = {each.step for each in lost}
         self._sources = {}
         candidates = []

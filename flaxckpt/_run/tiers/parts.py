@@ -131,7 +131,8 @@ class Lost(NamedTuple):
 
     Attributes:
         step: Its number.
-        parts: The parts that no process has.
+        parts: The parts that no process has; empty if the parts are unknown, as their
+            list is damaged at all processes.
     """
 
     step: int
