@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from flaxckpt._arrays import (
         blockwise,
         evaluate,
-        forms,
         layout,
         lazy,
         leaf_sample,

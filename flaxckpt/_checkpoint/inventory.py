@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _arrays, _formats, _state, _zarr
+from flaxckpt import _formats, _state, _zarr
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.native_manifest import Manifest
 from flaxckpt._state.leaf import LeafInfo
@@ -103,7 +103,7 @@ def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
     is_zarr_2 = encoding.version == 2
     return [
         _zarr.metadata.METADATA_FILES[encoding.version],
-        *[c.key_2 if is_zarr_2 else c.key for c in _arrays.forms.chunks(info)],
+        *[c.key_2 if is_zarr_2 else c.key for c in _zarr.metadata.chunks_of(info)],
     ]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import crc32c
 
-from flaxckpt import _arrays, _formats, _state, _storage, _zarr
+from flaxckpt import _formats, _state, _storage, _zarr
 from flaxckpt._checkpoint import inventory, verify_report
 from flaxckpt._checkpoint.inventory import Inventory, StoredFile
 from flaxckpt._checkpoint.verify_report import Check, Findings
@@ -273,7 +273,7 @@ def _wanted_chunks(leaf: Leaf, encoding: Encoding) -> list[_Chunk]:
             max_bytes,
             None if recorded is None else recorded.number(n),
         )
-        for n, chunk in enumerate(_arrays.forms.chunks(info))
+        for n, chunk in enumerate(_zarr.metadata.chunks_of(info))
     ]
 
 

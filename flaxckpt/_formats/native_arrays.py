@@ -346,7 +346,7 @@ def _select(
     info: LeafInfo, keys: Container[str] | None
 ) -> Iterator[tuple[int, _zarr.metadata.Chunk]]:
     """Yields the chunks of an array, with their numbers: all, or `keys`."""
-    for n, chunk in enumerate(_arrays.forms.chunks(info)):
+    for n, chunk in enumerate(_zarr.metadata.chunks_of(info)):
         if keys is None or chunk.key in keys:
             yield n, chunk
 

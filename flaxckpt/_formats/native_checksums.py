@@ -91,7 +91,7 @@ def of_written(
         recorded = written[item].checksums.get(names[info.path], {})
         is_cut = chunks.segmented_bytes > segment_bytes
         whole, inner = bytearray(), bytearray()
-        for chunk in _arrays.forms.chunks(info):
+        for chunk in _zarr.metadata.chunks_of(info):
             value = recorded[chunk.key]
             whole += value[-CHECKSUM_BYTES:]
             if is_cut:

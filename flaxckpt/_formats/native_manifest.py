@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from flaxckpt import _arrays, _state, _zarr, errors
+from flaxckpt import _state, _zarr, errors
 from flaxckpt._formats import native_checksums, orbax_files, orbax_json
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.orbax_files import EMPTIES
@@ -148,7 +148,8 @@ def check_arrays(infos: Sequence[LeafInfo]) -> None:
     faults = {
         info.path: f"{_shorten(info)} with {fault}"
         for info in infos
-        if info.chunk_shape is not None and (fault := _arrays.forms.fault(info))
+        if (chunk_shape := info.chunk_shape) is not None
+        and (fault := _zarr.metadata.fault(info.shape, chunk_shape))
     }
     if faults:
         raise errors.UnsupportedLeafError(
@@ -272,7 +273,7 @@ def _parse_leaf(
         shard_shape=sizes(row["shard"]) if "shard" in row else None,
         role=_parse_role(row["role"]) if "role" in row else None,
     )
-    if fault := _arrays.forms.fault(info):
+    if fault := _zarr.metadata.fault(shape, chunk_shape):
         raise ValueError(f"{path} has {fault}")
     return info
 

@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from flaxckpt import _state, _storage
 from flaxckpt._types import JSON, Shape
 from flaxckpt._zarr.checksums import ChunkChecksums
+from flaxckpt._zarr.chunk_shape import chunk_count
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from flaxckpt._state.leaf import LeafInfo
 
 METADATA = "zarr.json"
 METADATA_FILES = {2: ".zarray", 3: METADATA}
@@ -339,6 +342,28 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
         )
         for index in itertools.product(*ranges)
     )
+
+
+def chunks_of(info: LeafInfo) -> tuple[Chunk, ...]:
+    """Returns the chunks of a leaf's array, in C order."""
+    return chunks(whole(info.stored_shape), info.chunk_shape or ())
+
+
+@functools.lru_cache(maxsize=4096)  # many arrays are alike
+def fault(shape: Shape, chunk_shape: Shape) -> str | None:
+    """Returns the reason for readers to reject the array of a leaf, or None."""
+    axes = len(chunk_shape)  # a PRNG key has an axis more than its shape
+    if axes > MAX_AXES:
+        return f"{axes} axes; readers accept at most {MAX_AXES}"
+    if max(shape, default=0) >= MAX_SIZE:
+        return (
+            f"{max(shape)} elements along an axis; readers accept at most"
+            f" {MAX_SIZE - 1}"
+        )
+    count = chunk_count(shape, chunk_shape[: len(shape)])
+    if count > MAX_CHUNKS:
+        return f"{count} chunks; readers accept at most {MAX_CHUNKS}"
+    return None
 
 
 def region_of_key(key: str, shape: Shape, chunk_shape: Shape) -> Region | None:
