@@ -452,21 +452,15 @@ def write_snapshot(
     earlier step, are hard-linked. After an error, written files are removed; if the
     disk did not confirm the rename, the message says so.
     """
+    request = snapshot.request
     try:
-        return _write_snapshot(snapshot, previous)
+        if request.overwrite and not _storage.of(request.path).can_rename:
+            # Removes the old checkpoint first: a cancelled save would leave neither.
+            request.cancellation.close()
+        if request.operation is not None:
+            return save_distributed.write_snapshot(snapshot, previous)
+        with commit.write_lock(request.path), commit.begin(snapshot) as transaction:
+            files, arrays = commit.write_files(snapshot, transaction, previous)
+            return commit.finish_checkpoint(snapshot, transaction, files, arrays=arrays)
     finally:
         _arrays.to_host.release(snapshot.arrays)
-
-
-def _write_snapshot(
-    snapshot: Snapshot, previous: _arrays.written.Previous | None
-) -> WrittenFiles:
-    request = snapshot.request
-    if request.overwrite and not _storage.of(request.path).can_rename:
-        # Removes the old checkpoint first: a cancelled save would leave neither.
-        request.cancellation.close()
-    if request.operation is not None:
-        return save_distributed.write_snapshot(snapshot, previous)
-    with commit.write_lock(request.path), commit.begin(snapshot) as transaction:
-        files, arrays = commit.write_files(snapshot, transaction, previous)
-        return commit.finish_checkpoint(snapshot, transaction, files, arrays=arrays)
