@@ -41,14 +41,30 @@ def to_json(structure: tree.Node | LeafPath) -> JSON:
     return [*row, dict(structure.static)] if structure.static else row
 
 
-def from_json(data: JSON, resolve: Resolve, unknown: set[str]) -> tree.Node | LeafPath:
+def from_json(
+    data: JSON, resolve: Resolve, unknown: set[str], depth: int = 0
+) -> tree.Node | LeafPath:
     """Reads a description written by `to_json`, from an untrusted file.
 
     Only `resolve` finds builders of classes. `unknown` receives the class names that it
     does not know; such a container becomes a dict, or a list if its children have no
     names. Raises ValueError if `data` is not valid.
     """
-    return _from_json(data, resolve, unknown, depth=0)
+    if depth > tree.MAX_DEPTH:
+        raise ValueError(f"containers are nested more than {tree.MAX_DEPTH} deep")
+    match data:
+        case str():
+            return data
+        case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
+            nodes = tuple(
+                [from_json(child, resolve, unknown, depth + 1) for child in children]
+            )
+            static = rest[0] if rest else {}
+            if not isinstance(static, dict):
+                raise ValueError(f"{type_name} has static fields {static!r}")
+            return _described_node(type_name, keys, nodes, static, resolve, unknown)
+        case _:
+            raise ValueError(f"{str(data)[:80]!r} does not describe a container")
 
 
 # ---- auxiliary data of registered classes ---------------------------------------
@@ -101,26 +117,6 @@ def _tag(value: Any, depth: int) -> Any:
         raise ValueError("it is nested too deep")
     items = value.items() if isinstance(value, Mapping) else value
     return [name, *[_tag(item, depth + 1) for item in items]]
-
-
-def _from_json(
-    data: JSON, resolve: Resolve, unknown: set[str], depth: int
-) -> tree.Node | LeafPath:
-    if depth > tree.MAX_DEPTH:
-        raise ValueError(f"containers are nested more than {tree.MAX_DEPTH} deep")
-    match data:
-        case str():
-            return data
-        case [str(type_name), keys, [*children], *rest] if len(rest) <= 1:
-            nodes = tuple(
-                [_from_json(child, resolve, unknown, depth + 1) for child in children]
-            )
-            static = rest[0] if rest else {}
-            if not isinstance(static, dict):
-                raise ValueError(f"{type_name} has static fields {static!r}")
-            return _described_node(type_name, keys, nodes, static, resolve, unknown)
-        case _:
-            raise ValueError(f"{str(data)[:80]!r} does not describe a container")
 
 
 def _described_node(

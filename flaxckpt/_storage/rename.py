@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,7 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """
     aside = aside or temporary.with_name(temporary.name + "-replaced")
 
-    def swap() -> None:
-        _swap(temporary, final, aside)
-
+    swap = functools.partial(_swap, temporary, final, aside)
     swap()
     _settle(final, swap)
 
