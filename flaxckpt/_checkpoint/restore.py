@@ -732,7 +732,7 @@ def _warn_of_static_fields(stored: Stored, recipe: planner.Recipe) -> None:
     if rows:
         _log.warning(
             "%s of %s %s, which keeps its own:\n%s\nA value that training changes must"
-            " be a leaf: a number, or an array.",
+            " be a leaf: a number, an array, or an nnx.Variable.",
             _util.humanize.count(len(rows), "static field"),
             stored.metadata.path,
             "differ from the state" if len(rows) > 1 else "differs from the state",

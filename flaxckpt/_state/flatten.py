@@ -384,6 +384,27 @@ def _static_fields(
     return plain
 
 
+_MAX_ATTRIBUTE_BYTES = 256
+"""Limit on the size as JSON of an attribute to record; larger ones are data."""
+
+_NOT_RECORDED = ("deterministic", "use_running_average", "decode")
+"""Attributes that `eval` and `train` of a module set, between steps and saves."""
+
+
+def attribute_to_json(name: str, value: Any) -> tuple[JSON, int]:
+    """Returns an attribute of an NNX object as JSON, and its size; 0 for none."""
+    if name in _NOT_RECORDED or name.startswith("_pytree__"):
+        return None, 0
+    field = _as_json(value)
+    if field is _NOT_JSON:
+        return None, 0
+    try:
+        size = _static_bytes([name, field])
+    except ValueError:  # text that JSON would change
+        return None, 0
+    return (field, size) if size <= _MAX_ATTRIBUTE_BYTES else (None, 0)
+
+
 _NOT_JSON: Any = object()
 
 _MAX_INT_BITS = 2**13

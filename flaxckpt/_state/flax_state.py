@@ -30,7 +30,7 @@ from flaxckpt._state import leaf_types, optimizer_roles
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.flatten import FlatTree
 from flaxckpt._state.leaf import Leaf, LeafTable
-from flaxckpt._types import LeafPath, PyTree
+from flaxckpt._types import JSON, LeafPath, PyTree
 
 Keys: TypeAlias = tuple[state_tree.Key, ...]
 
@@ -160,6 +160,8 @@ def flatten(
         raise errors.UnsupportedLeafError(faults, advice, task=task)
     # Without NNX objects, the state has no NNX optimizers.
     optimizers = () if tree is state else _find_nodes(state, _is_nnx_optimizer)
+    if objects:
+        structure = _with_attributes(structure, state, [_MAX_ATTRIBUTES_BYTES])
     return FlatState(
         table,
         structure,
@@ -341,7 +343,51 @@ def _flatten_by_path(
     return [(state_tree.join(keys(path)), node) for path, node in nodes], treedef
 
 
-# ---- empty attributes of objects ------------------------------------------------
+# ---- attributes of objects ------------------------------------------------------
+
+
+_MAX_ATTRIBUTES_BYTES = 2**20
+"""Limit on the attributes to record of a state: they must not hinder its save."""
+
+
+def _with_attributes(
+    structure: state_tree.Node | LeafPath, value: Any, left: list[int]
+) -> state_tree.Node | LeafPath:
+    """Returns the containers of a value; those of NNX objects with static fields.
+
+    These are attributes that are no leaves, such as the rate of a dropout. `left` is a
+    single number, the bytes that further ones may take as JSON.
+    """
+    if isinstance(structure, str) or structure.is_box or _is_nnx_optimizer(value):
+        return structure
+    names = [state_tree.join((key,)) for key in structure.keys]
+    inside = _children(value) or {}
+    children = tuple(
+        _with_attributes(child, inside.get(name), left)
+        for name, child in zip(names, structure.children, strict=True)
+    )
+    if not is_object(value):
+        return dataclasses.replace(structure, children=children)
+    alone = {name: inner for name, inner in inside.items() if name not in names}
+    static = dict(_attributes(alone, {id(value)}, left))
+    return dataclasses.replace(structure, children=children, static=static)
+
+
+def _attributes(
+    values: Mapping[str, Any], seen: set[int], left: list[int]
+) -> Iterator[tuple[str, JSON]]:
+    """Yields the path and JSON of attributes, also of objects without leaves."""
+    for name, value in values.items():
+        if is_object(value):
+            if id(value) not in seen:
+                seen.add(id(value))
+                inner = dict(_attributes(_children(value) or {}, seen, left))
+                yield from ((f"{name}/{path}", field) for path, field in inner.items())
+            continue
+        field, size = state_flatten.attribute_to_json(name, value)
+        left[0] -= size
+        if size and left[0] >= 0:
+            yield name, field
 
 
 def empty_attribute(

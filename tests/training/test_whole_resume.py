@@ -493,3 +493,50 @@ def test_resume_warns_about_static_fields_that_training_changed(tmp_path, caplog
         resume(ckpt, later)
         ckpt.restore(state)  # perhaps for another purpose
     assert not caplog.records
+
+
+class Rated(nnx.Module):
+    def __init__(self, rate=0.1, **attributes):
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(rate)  # has no leaves
+        self.parts = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(1))])
+        self.root = nnx.data(self)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("whole", [lambda m: m, lambda m: {"a": [m, W]}])
+def test_resume_warns_about_attributes_of_modules_that_training_changed(
+    tmp_path, caplog, whole
+):
+    later = Rated(0.9, phase="cold", sizes=(1, 3), odd="\ud800\udc00", text="a" * 999)
+    later.parts[0].rate = 0.7
+    begin = Rated(phase="warm", sizes=(1, 2), odd="", text="", new=3)
+    with saved(tmp_path, whole(later)) as ckpt:
+        resume(ckpt, whole(begin))
+        [told] = [record.getMessage() for record in caplog.records]
+        assert "4 static fields" in told
+        for row in (
+            "drop/rate: 0.9 in the step, 0.1 in the state",
+            "parts/0/rate: 0.7 in the step, 0.5 in the state",
+            'phase: "cold" in the step, "warm" in the state',
+            "sizes: [1, 3] in the step, [1, 2] in the state",
+        ):
+            assert row in told
+        caplog.clear()
+        later.eval()  # no change by training
+        resume(ckpt, whole(later))
+    assert not caplog.records
+
+
+def test_attributes_beyond_a_limit_hinder_no_save(tmp_path, caplog):
+    def model(text):
+        parts = [Rated(**{f"a{i}": text for i in range(200)}) for _ in range(25)]
+        return nnx.List(parts)
+
+    begin = model("b" * 240)
+    with saved(tmp_path, model("a" * 240)) as ckpt:
+        size = sum(len(file.read_bytes()) for file in ckpt.directory.rglob("*.json"))
+        assert size < 2**21
+        check_same(*map(nnx.state, (resume(ckpt, begin), begin)))
+    assert "/a0: " in caplog.text
