@@ -60,6 +60,7 @@ class Saves:
         self._own_steps: set[int] = set()
         self._begun: int | None = None  # the restored step, until a warning
         self._saved_since: set[int] = set()
+        self._last_own: int | None = None  # the last saved or restored step
         self._has_tried_undoing = False  # its transforms, as a test
 
     def request(self, step: int, **fields: Any) -> SaveRequest:
@@ -229,6 +230,8 @@ class Saves:
         if request.is_part and not _util.job.is_first():
             self._run.follow(deleted, left)
         self._warn_of_newer(step, left)
+        self._warn_of_lost(step, left)
+        self._last_own = None if step in deleted else step
         total = request.elapsed()
         _log.info(
             "saved step %d: %d bytes, durable after %.3f s, blocked %.3f s%s",
@@ -262,6 +265,24 @@ class Saves:
             self._begun,
         )
         self._begun = None
+
+    def _warn_of_lost(self, step: int, left: Sequence[int]) -> None:
+        """Warns if the own step before this one is gone, and no one has deleted it."""
+        run, last = self._run, self._last_own
+        if last is None or last in left or not _util.job.is_first():
+            return
+        if last in run.known_paths() or last in run.damaged_paths():
+            return
+        if _steps.journal.describe_deletion(run.saves_in, last):
+            return
+        _log.warning(
+            "step %d of this run is gone from %s, whose journal has no deletion of it:"
+            " was the directory renamed, moved or removed? Step %d is saved there now,"
+            " and a resume finds only the steps there: move the others back",
+            last,
+            run.saves_in,
+            step,
+        )
 
     def _record_statistics(self, snapshot: _checkpoint.commit.Snapshot) -> None:
         """Records the statistics of the leaves, if sampled; logs failures."""
@@ -468,7 +489,7 @@ class Saves:
 
     def add_own(self, step: int) -> None:
         self._own_steps.add(step)
-        self._begun, self._saved_since = step, set()
+        self._begun, self._last_own, self._saved_since = step, step, set()
         if self._run.part_tier is not None:
             self._run.part_tier.forget(step)
 

@@ -69,10 +69,11 @@ def restore_or_init(
             )
         if source is not None:
             _warn_of_ignored(checkpointer, source)
+        _warn_of_lost(session.run, step)
         return restored, step
     if source is None or not _is_within(source, session.run):
         _raise_for(session, left_out)
-    _warn_of_lost(session.run)
+    _warn_of_lost(session.run, None)
     if source is not None:
         options = _with_map(options, source_map, source, state)
         return session.load_source(source, state, options, step=source_step)
@@ -105,25 +106,35 @@ def _warn_of_ignored(checkpointer: Checkpointer, source: PathLike) -> None:
     )
 
 
-def _warn_of_lost(run: RunSteps) -> None:
-    """Logs a warning if the journal has a step that no one has deleted."""
-    if not _util.job.is_first():
+def _warn_of_lost(run: RunSteps, begun: int | None) -> None:
+    """Logs a warning if the journal has a newer step that no one has deleted.
+
+    `begun` is the step from which the run continues; None if it begins anew.
+    """
+    if not _util.job.is_first() or (begun is not None and run.is_in_parts):
         return
-    kinds = {
-        event.step: event.kind
+    last = {
+        event.step: event
         for directory in {run.saves_in, run.directory}
         for event in _steps.journal.recent(directory / _steps.journal.NAME)
         if event.kind in ("committed", "deleted")
         and run.format.step(event.path.rstrip("/").rpartition("/")[2]) == event.step
     }
-    lost = [step for step, kind in kinds.items() if step and kind == "committed"]
+    oldest, here = begun or 0, {*run.paths(), *run.damaged_paths()}
+    lost = [
+        (step, event.path)
+        for step, event in last.items()
+        if step and step > oldest and step not in here and event.kind == "committed"
+    ]
     if lost:
         _log.warning(
-            "%s has no step, although its journal has the save of step %d, and no"
-            " deletion: the training begins anew. Are all files here, and is this the"
-            " disk of the run? To begin anew on purpose, choose another directory",
+            "%s has no step %d, although its journal has the save of this step to %s,"
+            " and no deletion: the training %s. Was it saved with staging=, are all"
+            " files here, and is this the disk of the run? To begin anew on purpose,"
+            " choose another directory",
             run.directory,
-            max(lost),
+            *max(lost),
+            "begins anew" if begun is None else f"continues from step {begun}",
         )
 
 

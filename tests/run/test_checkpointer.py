@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import math
+import shutil
 import threading
 import time
 
@@ -966,3 +967,38 @@ def test_save_after_an_older_step_warns_that_a_resume_continues_the_newest(
         ckpt.save(40, state(40)).wait()
         ckpt.save(35, state(35)).wait()  # both are of this training
     assert not caplog.records
+
+
+@pytest.mark.parametrize("then", ["renamed", "removed", "replaced"])
+def test_save_warns_that_the_steps_before_it_are_gone(tmp_path, caplog, then):
+    run = tmp_path / "run"
+    with flaxckpt.Checkpointer(run) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        run.rename(tmp_path / "elsewhere")
+        if then == "removed":
+            shutil.rmtree(tmp_path / "elsewhere")
+        if then == "replaced":
+            run.mkdir()
+        for step in (2, 3):
+            ckpt.save(step, state(step)).wait()
+        told = [r.getMessage() for r in caplog.records if "is gone" in r.message]
+    assert len(told) == 1
+    assert f"step 1 of this run is gone from {run}" in told[0]
+    assert "was the directory renamed, moved or removed?" in told[0]
+
+
+def test_save_does_not_miss_steps_that_were_deleted_or_are_damaged(run_dir, caplog):
+    with flaxckpt.Checkpointer(run_dir, keep=[LatestN(1)]) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state(step), temporary=True).wait()
+        ckpt.delete(2)
+        ckpt.save(3, state(3)).wait()
+        with flaxckpt.Checkpointer(run_dir) as other:
+            other.delete(3)
+        ckpt.save(4, state(4)).wait()
+        damage(run_dir / "4")
+        ckpt.verify(4)
+        ckpt.save(5, state(5)).wait()
+        ckpt.restore(step=5)
+        ckpt.save(6, state(6)).wait()
+    assert "is gone" not in caplog.text

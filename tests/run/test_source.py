@@ -369,12 +369,36 @@ def test_run_whose_steps_are_gone_does_not_begin_anew_in_silence(tmp_path, caplo
     assert not caplog.records
     shutil.rmtree(tmp_path / "run" / "1")
     assert begin(tmp_path / "run", fresh)[1] == 0
-    assert "its journal has the save of step 1, and no deletion" in caplog.text
+    assert f"the save of this step to {tmp_path}/run/1, and no del" in caplog.text
     caplog.clear()
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         ckpt.delete(1)
     assert begin(tmp_path / "run", fresh)[1] == 0
     assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["staged", "removed", "deleted", "damaged"])
+def test_resume_tells_that_a_newer_step_is_gone(tmp_path, caplog, kind):
+    fresh = state_of(2, seed=1)
+    staging = tmp_path / "fast" if kind == "staged" else None
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, fresh)
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(2, fresh)
+        if kind == "deleted":
+            ckpt.delete(2)
+    if kind == "damaged":
+        (tmp_path / "run/2/flaxckpt.json").write_text("")
+    elif kind != "deleted":  # as if the upload had not ended
+        shutil.rmtree(tmp_path / "run/2")
+    caplog.clear()
+    assert begin(tmp_path / "run", fresh)[1] == 1
+    told = [text for text in caplog.messages if "has no step 2, although" in text]
+    assert bool(told) == (kind in ("staged", "removed"))
+    if told:
+        place = tmp_path / ("fast" if staging else "run") / "2"
+        assert f"to {place}, and no deletion: the training continues from" in told[0]
+        assert "step 1. Was it saved with staging=" in told[0]
 
 
 def test_link_with_a_name_of_another_format_is_no_empty_run(tmp_path, source):
