@@ -11,7 +11,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flaxckpt import _arrays, _checkpoint, _distributed, _steps, _storage, _util, errors
+from flaxckpt import (
+    _arrays,
+    _checkpoint,
+    _distributed,
+    _steps,
+    _storage,
+    _util,
+    datasets,
+    errors,
+)
 from flaxckpt._checkpoint import save_handle
 from flaxckpt._checkpoint.commit import SaveRequest
 from flaxckpt._checkpoint.save_handle import SaveHandle, SaveResult
@@ -62,6 +71,7 @@ class Saves:
         self._saved_since: set[int] = set()
         self._last_own: int | None = None  # the last saved or restored step
         self._has_tried_undoing = False  # its transforms, as a test
+        self._standstill = datasets.Standstill()
 
     def request(self, step: int, **fields: Any) -> SaveRequest:
         """Returns the request of a save, with further fields."""
@@ -110,6 +120,7 @@ class Saves:
                 request = self._complete_request(request, counter, operation)
                 snapshot = _checkpoint.save.take_snapshot(request, state)
             self._try_undoing(state)
+            self._standstill.note(step, snapshot.contents.dataset)
         counter.total = snapshot.nbytes
         blocked = request.elapsed()
         self._run.events.emit("snapshot", step, path=path, blocked_secs=blocked)

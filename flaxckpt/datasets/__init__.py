@@ -14,6 +14,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt.datasets._adapters import position as position
     from flaxckpt.datasets._buffered import Buffered
+    from flaxckpt.datasets._diagnostics import Standstill as Standstill
     from flaxckpt.datasets._files import DESCRIPTION as DESCRIPTION
     from flaxckpt.datasets._files import set_state as set_state
     from flaxckpt.datasets._files import state_files as state_files
@@ -30,6 +31,7 @@ _HOMES = {
     "MAX_STATE_BYTES": "_json_codec",
     "Restarting": "_iterators",
     "SaveableIterator": "_iterators",
+    "Standstill": "_diagnostics",
     "StepIndexed": "_iterators",
     "copy_position": "_iterators",
     "is_state_name": "_names",

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flaxckpt import errors
@@ -75,9 +75,12 @@ def _way_out(obj: Any) -> str:
     return _WAYS_OUT
 
 
-def get_state_error(obj: Any, error: Exception) -> errors.DatasetStateError:
+def get_state_error(
+    obj: Any,
+    error: Exception,
+    advice: str = "Check that it is not closed, or pass dataset=None.",
+) -> errors.DatasetStateError:
     """Returns the error for an iterator after a failure of `get_state`."""
-    advice = "Check that it is not closed, or pass dataset=None."
     if _duck_types.package(obj) == "tensorflow":
         advice = (
             "TensorFlow cannot save Python functions inside a pipeline (from_generator,"
@@ -110,6 +113,37 @@ def first_line(error: Exception) -> str:
 
 
 # ---- warnings -------------------------------------------------------------------
+
+_EQUAL_STATES = 3
+"""Number of steps with equal states at which a warning is due."""
+
+
+class Standstill:
+    """Warns, once, of a dataset whose state does not move from step to step."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, int] = {}
+        self._steps: list[int] = []
+        self._has_warned = False
+
+    def note(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Compares the state at a step, as files, with those of earlier steps."""
+        state = {name: hash(content) for name, content in files.items()}
+        if state != self._state:
+            self._state, self._steps = state, []
+        if not state or step in self._steps or self._has_warned:
+            return
+        self._steps.append(step)
+        if len(self._steps) == _EQUAL_STATES:
+            self._has_warned = True
+            _log.warning(
+                "the state of the dataset is the same at the steps %s: a resume from"
+                " any of them takes the same batches. Pass the iterator from which the"
+                " loop takes its batches, whose get_state returns the position, or, if"
+                " the loop takes none, dataset=None",
+                ", ".join(map(str, self._steps)),
+            )
+
 
 _warned: collections.defaultdict[str, weakref.WeakSet[Any]] = collections.defaultdict(
     weakref.WeakSet

@@ -77,6 +77,7 @@ def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
         _log.warning("the data starts from the beginning: %s", error)
         return
     _warn_of_version(_innermost(iterators[0]), description, path)
+    _warn_of_class(_innermost(iterators[0]), description, path)
     saved_by = errors.printable(str(description.get("type", "by Orbax")))
     for iterator in iterators:
         _diagnostics.warn_of_traps(_innermost(iterator))
@@ -136,7 +137,10 @@ def _content(iterator: Any, state: Any, *, as_bytes: bool = False) -> bytes:
             content = _json_codec.dumps(state)
         _json_codec.check_size(content)
     except Exception as error:
-        raise _diagnostics.get_state_error(_innermost(iterator), error) from error
+        advice = "Return only what is wanted from get_state, or pass dataset=None."
+        raise _diagnostics.get_state_error(
+            _innermost(iterator), error, advice
+        ) from error
     _diagnostics.warn_of_size(_innermost(iterator), len(content))
     return content
 
@@ -189,6 +193,23 @@ def _warn_of_version(iterator: Any, description: Mapping[str, Any], path: Path) 
             path,
             _duck_types.package(iterator),
             errors.printable(str(saved)),
+            now,
+        )
+
+
+def _warn_of_class(iterator: Any, description: Mapping[str, Any], path: Path) -> None:
+    """Logs a warning about the state of a class of another name and package.
+
+    Many states have one form, such as an index: all of these classes accept it.
+    """
+    saved, now = str(description.get("type", "")), _duck_types.type_name(iterator)
+    is_moved = saved.rpartition(".")[2] == now.rpartition(".")[2]
+    if saved and not is_moved and saved.partition(".")[0] != now.partition(".")[0]:
+        _log.warning(
+            "the dataset state in %s was saved by %s; %s may read it differently:"
+            " compare the first batches",
+            path,
+            errors.printable(saved),
             now,
         )
 

@@ -340,3 +340,52 @@ def test_only_elastic_iterators_allow_other_process_count(tmp_path):
     saved["process_1-of-2.json"] = b'{"next_index": 9}'
     with pytest.raises(errors.DatasetStateError, match="states of 2 processes"):
         datasets.set_state(elastic, saved, path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("uses", "told"), [(1, []), (2, []), (4, ["1, 2, 3"]), (9, ["1, 2, 3"])]
+)
+def test_save_warns_of_dataset_whose_state_stands_still(tmp_path, caplog, uses, told):
+    dataset = StepIndexed(lambda i: i)
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        for step in range(1, 9):
+            if step % uses == 0:
+                next(dataset)
+            ckpt.save(step, {"w": step}, dataset=dataset)
+            ckpt.save(step, {"w": step}, dataset=dataset, overwrite=True)
+            ckpt.save_params_only(step, {"w": step})
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(told)
+    for steps, message in zip(told, messages, strict=True):
+        assert f"the same at the steps {steps}: a resume" in message
+
+
+class Indexed:
+    """Reads the state of a StepIndexed."""
+
+    def get_state(self):
+        return {"next_index": 0}
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_restore_warns_of_state_of_another_class(tmp_path, caplog):
+    with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(1, {"w": 1}, dataset=StepIndexed(lambda i: i, start=3)).wait()
+        ckpt.restore(dataset=StepIndexed(lambda i: i))
+        assert not caplog.records
+        ckpt.restore(dataset=(other := Indexed()))
+    assert other.state == {"next_index": 3}
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "saved by flaxckpt.datasets._iterators.StepIndexed;" in told
+    assert "Indexed may read it differently: compare the first batches" in told
+
+
+def test_error_of_state_with_other_types_says_what_to_return(tmp_path):
+    dataset = Indexed()
+    dataset.get_state = lambda: {"file": Path("x")}
+    with pytest.raises(errors.DatasetStateError) as told:
+        flaxckpt.Checkpointer(tmp_path / "run").save(1, {"w": 1}, dataset=dataset)
+    assert "at state['file']: wanted dicts, lists" in str(told.value)
+    assert "Return only what is wanted from get_state" in str(told.value)
