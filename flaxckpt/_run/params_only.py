@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from flaxckpt import _checkpoint, _steps, errors
+from flaxckpt._run import left_out
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +35,13 @@ class ParamsOnly:
         return self._directory / self._format.name(step)
 
     def latest(self) -> tuple[int, Path] | None:
-        """Returns the newest step and its path; None without any."""
+        """Returns the newest step and its path; None without any.
+
+        Also one whose name has the step format of an earlier start.
+        """
         listed = _steps.index.list_steps(self._directory, self._format)
-        return max(listed.items(), default=None)
+        others = left_out.find(self._directory, self._format, None)
+        return max([*others.items(), *listed.items()], default=None)
 
     def keep_only(self, path: Path) -> None:
         """Deletes all states except `path`; logs states that cannot be deleted."""

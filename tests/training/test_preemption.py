@@ -481,3 +481,16 @@ def test_params_only_save_is_source_for_another_run(ckpt, tmp_path):
         state, start = on_step.restore_or_init(train_state_at(0), source=path)
         assert start == 0
         assert np.array_equal(state.params["w"], np.full((4, 4), 3.0))
+
+
+@pytest.mark.parametrize("former", ["step_{step}", "checkpoint-{step:06d}"])
+def test_resume_names_params_only_save_with_former_step_format(
+    tmp_path, caplog, former
+):
+    with flaxckpt.Checkpointer(tmp_path, step_format=former) as ckpt:
+        path = ckpt.save_params_only(3, train_state_at(3))
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
+        assert on_step.restore_or_init(train_state_at(0))[1] == 0
+    assert "no time to save all of step 3: its parameters, without the" in caplog.text
+    assert f"are in {path}. The run continues" in caplog.text
