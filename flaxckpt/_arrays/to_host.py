@@ -136,7 +136,11 @@ def to_host(
         dtype = info.dtype or ""
         arrays.append(HostArray(name, shape, dtype, chunk_shape, shards, reference))
     if faults:
-        raise errors.UnsupportedLeafError(faults)
+        raise errors.UnsupportedLeafError(
+            faults,
+            "Pass a state with values, such as the last one that the training step"
+            " returned, before it is donated to the next step.",
+        )
     if not on_devices:
         return arrays
     copies = iter(_copy(on_devices, memory))

@@ -40,6 +40,10 @@ _ADVICE_ON_WIDTH = (
     f"Set {_X64}, as when these values were saved, or use numpy arrays for these leaves"
     " of the state."
 )
+_ADVICE_ON_SHARDING = (
+    "Give the state shardings whose mesh axes divide the shapes; PartitionSpec() copies"
+    " a leaf to each device."
+)
 _ADVICE_ON_TRANSFORMS = (
     "The run saves with {made}, which may remove or change leaves: leave out what does."
     " To continue from this step, pass checkpointer.restore transforms=[...] that undo"
@@ -69,7 +73,7 @@ def describe_missing(
 def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
     """Returns the problem of restoring `found` as `wanted`, or None."""
     if not _fits(wanted, found):
-        advice = _advise_on_keys(wanted, found)
+        advice = _advise_on_keys(wanted, found) or _advise_on_x64(wanted, found)
         return Mismatch(wanted.path, str(wanted), str(found), advice=advice)
     sharding = wanted.sharding
     if sharding is None:
@@ -78,7 +82,7 @@ def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
         sharding.shard_shape(wanted.shape)
     except ValueError:
         text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
-        return Mismatch(wanted.path, text, str(found))
+        return Mismatch(wanted.path, text, str(found), advice=_ADVICE_ON_SHARDING)
     return None
 
 
@@ -167,6 +171,19 @@ def _advise_on_keys(wanted: LeafInfo, found: LeafInfo) -> str:
         "Random keys fit the uint32 array of their data, and the reverse:"
         " jax.random.key_data(keys) and jax.random.wrap_key_data(data, impl=...) of the"
         " state show which shape belongs to which keys."
+    )
+
+
+def _advise_on_x64(wanted: LeafInfo, found: LeafInfo) -> str:
+    """Returns advice on 64-bit integers of jax while x64 is off; empty for others."""
+    are_arrays = wanted.python_type == found.python_type == "jax.Array"
+    if not are_arrays or wanted.shape != found.shape:
+        return ""
+    if found.dtype not in _state.dtypes.WIDE or _widest_dtype(found) != wanted.dtype:
+        return ""
+    return (
+        f"Set {_X64}, as when these values were saved; load, and a new run, may narrow"
+        " them by the transform cast(pattern, dtype, lossy=True)."
     )
 
 

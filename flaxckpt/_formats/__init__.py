@@ -213,7 +213,9 @@ def _explain_unrecognised(path: Path) -> NoReturn:
         kind = "an empty directory, which has no steps yet"
         if any(path.iterdir()):
             kind = "the directory of a run that has no steps yet"
-        raise errors.CheckpointNotFoundError(f"{path} is {kind}")
+        raise errors.CheckpointNotFoundError(
+            f"{path} is {kind}: save one first, or check the path"
+        )
     if is_dir and (file := items.find_json(path)):
         raise errors.CheckpointFormatError(
             f"{path} is a JSON item of Orbax, not a tree of arrays:"

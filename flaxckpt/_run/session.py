@@ -61,7 +61,7 @@ class Session:
         if self.read_only:
             raise errors.ReadOnlyError(
                 f"cannot {action} in {self.run.directory}: it was opened with"
-                " read_only=True"
+                " read_only=True; open another Checkpointer without it"
             )
 
     def rules(self) -> judge.Rules:

@@ -38,7 +38,10 @@ def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
     if isinstance(value, leaf_types.BrokenLeaf):
         return value.reason
     if isinstance(value, jax.core.Tracer):
-        return "a traced value, which exists only inside a jax transformation"
+        return (
+            "a traced value, which exists only inside a jax transformation: save"
+            " outside of jit what the function returns"
+        )
     if isinstance(value, np.ndarray | np.generic):
         if type(value) not in _ARRAYS and type(value) is not value.dtype.type:
             return _describe_subclass(value)

@@ -105,7 +105,8 @@ def _make_room(
     is_checkpoint = MARKER in keys and not is_late
     if is_checkpoint and not overwrite:
         raise errors.CheckpointExistsError(
-            f"{final} was created by another writer in the meantime"
+            f"{final} was created by another writer in the meantime: give each run its"
+            " own directory"
         )
     if not (is_checkpoint or lock.is_inherited or is_late):
         raise errors.CheckpointExistsError(

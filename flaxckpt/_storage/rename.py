@@ -35,7 +35,8 @@ def publish(temporary: Path, final: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise errors.CheckpointExistsError(
-                f"{final} was created by another writer in the meantime"
+                f"{final} was created by another writer in the meantime: give each run"
+                " its own directory"
             ) from None
         raise
     _settle(final, lambda: final.rename(temporary))

@@ -50,12 +50,13 @@ class Triggers:
                 f" {_util.arguments.describe(on_steps)}"
             )
         steps = () if every_steps is None else (every_steps,)
-        for name, numbers in (("every_steps", steps), ("on_steps", on_steps)):
+        for rule, numbers in (
+            ("every_steps must be a whole number", steps),
+            ("on_steps must be whole numbers", on_steps),
+        ):
             for number in numbers:
                 if isinstance(number, bool) or not hasattr(number, "__index__"):
-                    raise errors.OptionError(
-                        f"{name} must be whole numbers, got {number!r:.80}"
-                    )
+                    raise errors.OptionError(f"{rule}, got {number!r:.80}")
         if every_steps is not None and every_steps < 1:
             raise errors.OptionError(f"every_steps must be positive, got {every_steps}")
         self._every_steps = every_steps

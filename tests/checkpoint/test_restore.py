@@ -357,6 +357,8 @@ def test_does_not_silently_truncate_64_bit_arrays(tmp_path):
         strategies.assert_same_bits(jnp.arange(3), flaxckpt.load(tmp_path / "c")["n"])
     with pytest.raises(errors.RestoreMismatchError, match="jax_enable_x64"):
         flaxckpt.load(tmp_path / "c")
+    with pytest.raises(errors.RestoreMismatchError, match="Set jax_enable_x64, as wh"):
+        flaxckpt.load(tmp_path / "c", {"n": jnp.zeros(3, jnp.int32)})
     found = flaxckpt.load(tmp_path / "c", {"n": np.zeros(3, np.int64)})
     np.testing.assert_array_equal(found["n"], np.arange(3))
 
@@ -366,8 +368,9 @@ def test_indivisible_sharding_raises_mismatch_error(path):
     wanted = jax.ShapeDtypeStruct(
         (4, 2), jnp.float32, sharding=NamedSharding(mesh, P("x"))
     )
-    with pytest.raises(errors.RestoreMismatchError, match="params/dense/kernel"):
+    with pytest.raises(errors.RestoreMismatchError, match="params/dense/kernel") as e:
         flaxckpt.load(path, {"params": {"dense": {"kernel": wanted}}})
+    assert str(e.value).splitlines()[-1].startswith("Give the state shardings whose")
 
 
 def _template(mesh, kind):
