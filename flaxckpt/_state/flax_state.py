@@ -378,16 +378,14 @@ def _attributes(
 ) -> Iterator[tuple[str, JSON]]:
     """Yields the path and JSON of attributes, also of objects without leaves."""
     for name, value in values.items():
-        if is_object(value):
-            if id(value) not in seen:
-                seen.add(id(value))
-                inner = dict(_attributes(_children(value) or {}, seen, left))
-                yield from ((f"{name}/{path}", field) for path, field in inner.items())
-            continue
         field, size = state_flatten.attribute_to_json(name, value)
         left[0] -= size
         if size and left[0] >= 0:
             yield name, field
+        elif not size and is_object(value) and id(value) not in seen:
+            seen.add(id(value))
+            inner = dict(_attributes(_children(value) or {}, seen, left))
+            yield from ((f"{name}/{path}", field) for path, field in inner.items())
 
 
 def empty_attribute(
