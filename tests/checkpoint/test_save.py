@@ -759,7 +759,7 @@ def test_rejects_traced_values(tmp_path):
         flaxckpt.save(tmp_path / "c", {"x": x})
         return x
 
-    with pytest.raises(errors.UnsupportedLeafError, match="traced.* outside of jit"):
+    with pytest.raises(errors.UnsupportedLeafError, match=r"traced.* outside of jit"):
         train(jnp.ones(3))
 
 
