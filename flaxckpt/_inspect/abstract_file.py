@@ -21,7 +21,7 @@ from flaxckpt import _formats, _state, _steps, _storage, errors
 from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._transforms import mirrors
-from flaxckpt._types import JSON, LeafPath, PathLike, PyTree
+from flaxckpt._types import JSON, PathLike, PyTree
 
 _MAX_FILE_BYTES = 2**28
 _ARRAY = re.compile(r"([a-z][a-z0-9_]*)\[([0-9, ]*)\]")
@@ -59,22 +59,18 @@ class TargetState(NamedTuple):
         leaves = _state.flax_state.leaves_by_path(self.state)
         return self.has_classes and any(map(mirrors.is_in_optimizer, leaves))
 
-    def check_source(self) -> None:
+    def check_source(self, name: str) -> None:
         """Raises OptionError for optimizer leaves of a new run without any classes."""
-        if leaves := self.optimizer_leaves_without_classes():
-            raise errors.OptionError(
-                "a new run begins its optimizer anew, and TARGET does not name its"
-                f" class, so that {errors.first_few(leaves, 1)} would be planned"
-                " as any other leaf: pass a checkpoint, the output of flaxckpt show"
-                " --json, or only the parameters"
-            )
-
-    def optimizer_leaves_without_classes(self) -> list[LeafPath]:
-        """Returns the optimizer leaves of a state that names no classes, else none."""
         if self.has_classes:
-            return []
+            return
         leaves = _state.flax_state.leaves_by_path(self.state)
-        return [path for path in leaves if mirrors.is_in_optimizer(path)]
+        if found := [path for path in leaves if mirrors.is_in_optimizer(path)]:
+            raise errors.OptionError(
+                f"a new run begins its optimizer anew, but {name} names no classes, so"
+                f" that {errors.first_few(found, 1)} would be planned as any other"
+                " leaf: take a run, a checkpoint, a file that flaxckpt show CHECKPOINT"
+                " --json has written, or a file with only the parameters"
+            )
 
 
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:

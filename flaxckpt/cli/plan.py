@@ -12,11 +12,9 @@ from flaxckpt.cli import _app, _output, _transforms
 from flaxckpt.cli._parameters import Argument, Option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from flaxckpt._checkpoint.plan import RestorePlan
-    from flaxckpt._inspect.abstract_file import TargetState
     from flaxckpt._inspect.plan_damage import PlanDamage
+    from flaxckpt._inspect.restore_call import Restore
     from flaxckpt._suggest.suggestion import Suggestion
     from flaxckpt.transforms import Transform
 
@@ -116,45 +114,48 @@ def plan(
             "--suggest guesses the transforms: leave out --map, --only, --drop,"
             " --rename and --cast"
         )
-    wanted = _Wanted(
-        _inspect.abstract_file.read_target(target, step=target_step),
-        optimizer,
-        missing,
-        unused,
-        as_source=as_source,
+    state = _inspect.abstract_file.read_target(target, step=target_step)
+    if as_source:
+        state.check_source("TARGET")
+    at = _app.locate_step(path, step, step_format)
+    restore = _inspect.restore_call.Restore(
+        *at, state, changes, optimizer, missing, unused, as_source
     )
-    stored = _app.locate_step(path, step, step_format)
     if suggest:
-        return _plan_guess(stored, wanted, json=json)
+        return _plan_guess(restore, json=json)
     if map is not None:
-        changes[:0] = _find_map(map, stored[0], wanted)
-    planned = wanted.plan(stored, changes)
+        found = _find_map(map, restore)
+        restore = restore._replace(transforms=[*found, *changes])
+    planned = _Planned.of(restore)
     if json:
         _output.print_document(planned.document())
         return _app.SUCCESS if planned.is_good else _app.FINDING
     source = None
-    if not as_source and wanted.state.may_begin_from(path):
-        source = wanted.as_new_run().offer(stored, changes)
-    call = wanted.call(stored, changes) if map is None else None
+    if not as_source and state.may_begin_from(path):
+        options = restore.options_as_source(has_dropped=bool(drop))
+        command = _change_command(as_source=True, **options)
+        source = _Remedy("For the source of a new run", command)
+    call = _write_call(restore) if map is None else None
     _show(planned, call, source)
     return _app.SUCCESS if planned.is_good else _app.FINDING
 
 
-def _find_map(map: str, path: str, wanted: _Wanted) -> list[Transform]:
+def _find_map(map: str, restore: Restore) -> list[Transform]:
     """Returns the transforms of a published model."""
     from flaxckpt._maps import named
 
-    return [*named.find_for_state(map, path, wanted.state.state)]
+    return [*named.find_for_state(map, restore.path, restore.target.state)]
 
 
-def _plan_guess(stored: tuple[str, int | None], wanted: _Wanted, *, json: bool) -> int:
+def _plan_guess(restore: Restore, *, json: bool) -> int:
     """Prints guessed transforms and the plan with them; returns the exit code."""
     from flaxckpt import _suggest
 
-    path, step = stored
-    guess = _suggest.suggestion.suggest(path, wanted.state.state, step=step)
+    guess = _suggest.suggestion.suggest(
+        restore.path, restore.target.state, step=restore.step
+    )
     changes = [] if guess.ambiguous else guess.transforms
-    planned = wanted.plan(stored, changes, is_guess=True)
+    planned = _Planned.of(restore._replace(transforms=changes))
     return _show_suggestion(guess, planned, json=json)
 
 
@@ -165,113 +166,52 @@ class _Remedy(NamedTuple):
     command: str
 
 
-class _Wanted(NamedTuple):
-    """The state to restore into, and the options of the restore.
+_PURPOSES = {
+    ("rename",): "To rename the leaves",
+    ("drop", "missing"): "To initialize leaves of other shapes",
+    ("rename", "drop", "missing"): "To rename the leaves and initialize leaves of other"
+    " shapes",
+    ("suggest",): "To guess the transforms from the names",
+    ("missing",): "For a state with values for the missing leaves",
+    ("optimizer",): "For an optimizer that initializes its leaves, as TARGET names no"
+    " classes",
+}
+"""The options of a remedy -> what it is for."""
 
-    Attributes:
-        optimizer: How to match optimizer leaves; None for the default.
-        missing: How leaves that the checkpoint lacks are treated.
-        unused: How leaves that the state lacks are treated.
-        as_source: True if a new run begins from the checkpoint.
-    """
 
-    state: TargetState
-    optimizer: _Optimizer | None
-    missing: Literal["error", "init"]
-    unused: Literal["warn", "error", "ignore"]
-    as_source: bool
+def _change_command(**options: Any) -> str:
+    """Returns the running command with other options; rules are added to its own."""
+    given = click.get_current_context().params
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = [*(given[name] or ()), *value]
+    return _app.command_line(**options)
 
-    def plan(
-        self,
-        stored: tuple[str, int | None],
-        changes: Sequence[Transform],
-        *,
-        is_guess: bool = False,
-    ) -> _Planned:
-        """Returns the plan for the path and step `stored`, after the `changes`."""
-        from flaxckpt import _checkpoint, _inspect
 
-        path, step = stored
-        optimizer = self.optimizer
-        if self.as_source:
-            optimizer = optimizer or "reinit"
-            self.state.check_source()
-        by_path = optimizer is None and not self.state.has_roles
-        made = _checkpoint.restore.plan_for_target(
-            path,
-            self.state.state,
-            step=step,
-            transforms=changes,
-            missing=self.missing,
-            optimizer=optimizer or ("exact" if by_path else "match"),
-            unused=self.unused,
-            as_source=self.as_source,
-        )
-        return _Planned(
-            made,
-            _inspect.plan_damage.find(made),
-            self.missing,
-            by_path=by_path,
-            has_changes=bool(changes) or is_guess,
-            as_source=self.as_source,
-        )
-
-    def call(
-        self, stored: tuple[str, int | None], changes: Sequence[Transform]
-    ) -> _Remedy:
-        """Returns the call in Python of a plan; the arguments are as for `plan`."""
-        from flaxckpt._inspect import restore_call
-
-        call = restore_call.write_call(
-            *stored,
-            changes,
-            missing=self.missing,
-            optimizer=self.optimizer,
-            unused=self.unused,
-            as_source=self.as_source,
-        )
-        names = restore_call.write_import(changes)
-        return _Remedy(f"In Python ({names})" if names else "In Python", call)
-
-    def as_new_run(self) -> _Wanted:
-        """Returns the same, for the source of a new run."""
-        return self._replace(as_source=True)
-
-    def offer(
-        self, stored: tuple[str, int | None], changes: Sequence[Transform]
-    ) -> _Remedy:
-        """Returns the command that plans the source, with all that it needs."""
-        from flaxckpt import _checkpoint
-
-        given: dict[str, object] = {"as_source": True}
-        planned = self.plan(stored, changes)
-        remedy = planned.remedy(**given)
-        # What was dropped may be missing on purpose.
-        has_dropped = click.get_current_context().params["drop"]
-        if has_dropped and _checkpoint.plan.lacks_only_leaves(planned.plan):
-            given["missing"] = "init"
-        command = _app.command_line(**given) if remedy is None else remedy.command
-        return _Remedy("For the source of a new run", command)
+def _write_call(restore: Restore) -> _Remedy:
+    """Returns the call in Python of a restore."""
+    names = restore.write_import()
+    purpose = f"In Python ({names})" if names else "In Python"
+    return _Remedy(purpose, restore.write_call())
 
 
 class _Planned(NamedTuple):
-    """A plan, and the known damage of the checkpoint.
+    """The plan of a restore, and the known damage of the checkpoint.
 
-    Attributes:
-        damage: The damage, also of files that the restore would not read, or None.
-        missing: How leaves that the checkpoint lacks are treated.
-        by_path: True if optimizer leaves are matched by path, as the target has no
-            roles.
-        has_changes: True if transforms change the checkpoint first, or were guessed.
-        as_source: True if a new run begins from the checkpoint.
+    `damage` is also that of files that the restore would not read; None for none.
     """
 
+    restore: Restore
     plan: RestorePlan
     damage: PlanDamage | None
-    missing: Literal["error", "init"]
-    by_path: bool
-    has_changes: bool
-    as_source: bool
+
+    @staticmethod
+    def of(restore: Restore) -> _Planned:
+        """Returns the plan of a restore."""
+        from flaxckpt import _inspect
+
+        plan = restore.plan()
+        return _Planned(restore, plan, _inspect.plan_damage.find(plan))
 
     @property
     def is_good(self) -> bool:
@@ -318,52 +258,13 @@ class _Planned(NamedTuple):
         return lines
 
     def remedies(self) -> list[_Remedy]:
-        """Returns the commands that may help, the alternatives if there are several."""
-        if remedy := self.remedy():
-            return [remedy]
-        return self.alternatives()
-
-    def remedy(self, **others: object) -> _Remedy | None:
-        """Returns the command, with `others` changed, that the problems call for."""
-        changed = {**others}
-        effects = []
-        if self.plan.renames:
-            rules = [f"{pattern}={name}" for pattern, name in self.plan.renames]
-            changed["rename"] = [*self._given("rename"), *rules]
-            effects.append("rename the leaves")
-        if self.plan.drops:
-            changed["drop"] = [*self._given("drop"), *self.plan.drops]
-            changed["missing"] = "init"
-            effects.append("initialize leaves of other shapes")
-        if not effects:
-            return None
-        return _Remedy(f"To {' and '.join(effects)}", _app.command_line(**changed))
-
-    def alternatives(self) -> list[_Remedy]:
-        """Returns the commands that may help if leaves are missing."""
-        from flaxckpt import _checkpoint
-
-        if not any(problem.kind == "missing" for problem in self.plan.problems):
-            return []
-        found = []
-        if not self.has_changes:
-            command = _app.command_line(suggest=True)
-            found.append(_Remedy("To guess the transforms from the names", command))
-        if self.missing == "error":
-            command = _app.command_line(missing="init")
-            purpose = "For a state with values for the missing leaves"
-            found.append(_Remedy(purpose, command))
-        if self.by_path and _checkpoint.plan.lacks_optimizer_leaves(self.plan):
-            command = _app.command_line(optimizer="match")
-            purpose = (
-                "For an optimizer that initializes its leaves, as TARGET names no"
-                " classes"
-            )
-            found.append(_Remedy(purpose, command))
-        return found
-
-    def _given(self, name: str) -> list[str]:
-        return click.get_current_context().params[name] or []
+        """Returns the commands that may help, each another way."""
+        is_guess = click.get_current_context().params["suggest"]
+        return [
+            _Remedy(_PURPOSES[(*options,)], _change_command(**options))
+            for options in self.restore.remedies(self.plan)
+            if not (is_guess and "suggest" in options)
+        ]
 
     def origins(self) -> list[str]:
         """Returns lines on the leaves of the checkpoint, and those of the program."""
@@ -371,9 +272,7 @@ class _Planned(NamedTuple):
 
         if not self.is_good:
             return []
-        fresh = restore_call.describe_fresh(
-            self.plan, missing=self.missing, as_source=self.as_source
-        )
+        fresh = self.restore.describe_fresh(self.plan)
         return [*filter(None, (restore_call.describe_loaded(self.plan), fresh))]
 
 
@@ -400,9 +299,8 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
         if len(rows) > _MOST_ROWS:
             lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
-        remedies = planned.alternatives()
         if not (planned.plan.renames or planned.plan.drops):
-            lines += [f"{each.purpose}: {each.command}" for each in remedies]
+            lines += [f"{each.purpose}: {each.command}" for each in planned.remedies()]
         elif planned.plan.drops and (renames or not suggestion.transforms):
             command = _app.command_line(
                 suggest=False,

@@ -877,7 +877,7 @@ def test_plan_as_source_requires_known_optimizer(here, command):
     content = {"params": {"trunk": "float32[4, 4]"}, "opt_state": {"n": "int32[]"}}
     (here / "wanted.json").write_text(json.dumps(content))
     asked = ["plan", "base", "wanted.json", "--as-source"]
-    assert "does not name its class, so that opt_state/n would" in command.refuses(
+    assert "TARGET names no classes, so that opt_state/n would" in command.refuses(
         *asked
     )
     del content["opt_state"]

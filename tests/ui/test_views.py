@@ -1143,7 +1143,7 @@ def test_plans_source_of_new_run(tmp_path, open_page):
         ask(plan.result, space, run="old", into="wanted.json", source="new")
     assert str(raised.value).startswith(
         "a new run begins its optimizer anew, but wanted.json names no classes, so that"
-        " opt_state/n would be planned as any other leaf: choose the state of a run"
+        " opt_state/n would be planned as any other leaf: take a run, a checkpoint"
     )
     assert not re.search("TARGET|PATH|as-source|pass ", str(raised.value))
     (tmp_path / "wanted.json").write_text('{"params": {"n": "int32[]"}}')

@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flaxckpt import _checkpoint, _inspect, _suggest, _transforms, errors
+from flaxckpt import _inspect, _suggest, _transforms, errors
 from flaxckpt._inspect.plan_damage import PlanDamage
+from flaxckpt._inspect.restore_call import Restore
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
@@ -19,8 +20,6 @@ from flaxckpt._util import html
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import Action, RestorePlan
-    from flaxckpt._inspect.abstract_file import TargetState
-    from flaxckpt.transforms import Transform
 
 _MOST_ROWS = 500
 
@@ -65,69 +64,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 
 
 class _Asked(NamedTuple):
-    """The plan that a reader asked for.
+    """The restore that a reader asked for, of `place` into the state of `into`.
 
-    `target_step` is the step with the state `target`, if it is not the newest.
+    `target_step` is the step with that state, if it is not the newest.
     """
 
     place: Location
     into: Location
     query: Query
-    target: TargetState
+    restore: Restore
     target_step: int | None
 
-    def chosen(self, name: str) -> Any:
-        """Returns the value of a choice; None for the default.
-
-        Raises:
-            OptionError: It is none of the values.
-        """
-        values, chosen = _CHOICES[name], self.query.text(name)
-        if chosen and chosen not in values:
-            *others, last = values
-            wanted = f"{', '.join(others)} or {last}" if others else last
-            raise errors.OptionError(f"{name} must be {wanted}, found {chosen!r:.80}")
-        return chosen or None
-
-    @property
-    def is_source(self) -> bool:
-        """True if a new run begins from the checkpoint."""
-        return self.chosen("source") is not None
-
-    @property
-    def is_by_path(self) -> bool:
-        """True if optimizer leaves are matched by path, as the target has no roles."""
-        return self.chosen("optimizer") is None and not self.target.has_roles
-
-    def plan(self, changes: Sequence[Transform], *, as_source: bool) -> RestorePlan:
-        """Returns the plan, after the transforms of the checkpoint."""
-        usual: Any = "match" if self.target.has_roles else "exact"
-        usual = "reinit" if as_source else usual
-        return _checkpoint.restore.plan_for_target(
-            self.place.path,
-            self.target.state,
-            step=self.query.number("step"),
-            transforms=changes,
-            missing=self.chosen("missing") or "error",
-            optimizer=self.chosen("optimizer") or usual,
-            unused="ignore",
-            as_source=as_source,
-        )
-
-    def call(self, changes: Sequence[Transform]) -> list[str]:
-        """Returns lines of Python: the import that the restore needs, and its call."""
-        call = _inspect.restore_call.write_call(
-            str(self.place.path),
-            self.query.number("step"),
-            changes,
-            missing=self.chosen("missing") or "error",
-            optimizer=self.chosen("optimizer"),
-            as_source=self.is_source,
-        )
-        names = _inspect.restore_call.write_import(changes)
-        return [names, "", call] if names else [call]
-
-    def address(self, view: str, **fields: str) -> html.Markup:
+    def address(self, view: str, **fields: object) -> html.Markup:
         """Returns the address of a view of this plan with other fields."""
         names = ("run", "step", "into", *_CHOICES, *_RULES)
         given = {name: self.query.text(name) or None for name in names}
@@ -143,19 +91,22 @@ class _Asked(NamedTuple):
         if self.target_step is not None:
             words += ["--target-step", str(self.target_step)]
         for name, content in given.items():
-            for line in filter(None, map(str.strip, content.split("\n"))):
+            for line in _lines(content):
                 words += [f"--{name}", line]
         return shlex.join(words)
 
-    def propose(self, kind: str, rules: Sequence[str] = (), **fields: str) -> Content:
-        """Returns a remedy of a kind: rules, and the plan with other fields."""
+    def propose(self, **options: Any) -> Content:
+        """Returns a remedy: its options, and the plan with them."""
+        fields = {
+            name: value if isinstance(value, str) else "\n".join(value)
+            for name, value in options.items()
+        }
         url, command = self.address("/plan", **fields), self.command(**fields)
-        return {"kind": kind, "rules": rules, "url": url, "command": command}
+        return {"options": options, "url": url, "command": command}
 
-    def propose_renames(self, found: Sequence[tuple[str, str]]) -> Content:
-        """Returns the remedy that renames leaves."""
-        rules = [f"{pattern}={name}" for pattern, name in found]
-        return self.propose("rename", rules, rename="\n".join(rules))
+
+def _lines(text: str) -> list[str]:
+    return [*filter(None, map(str.strip, text.split("\n")))]
 
 
 def _ask(workspace: Workspace, query: Query) -> _Asked:
@@ -163,9 +114,15 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
 
     If the description of the newest step of the target cannot be read, its state is
     that of the newest step without known damage.
+
+    Raises:
+        OptionError: A choice has another value; a transform is invalid; or the state of
+            a new run has optimizer leaves, but names no classes.
     """
     place = workspace.places.find(query.text("run"))
     into = workspace.targets.find(query.text("into"))
+    chosen = {name: _choose(query, name) for name in _CHOICES}
+    rules = {name: _lines(query.text(name)) for name in _RULES}
     step = None
     try:
         target = _inspect.abstract_file.read_target(into.path)
@@ -174,33 +131,52 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
         if step is None:
             raise
         target = _inspect.abstract_file.read_target(into.path, step=step)
-    return _Asked(place, into, query, target, step)
+    is_source = chosen["source"] is not None
+    if is_source:
+        target.check_source(into.name)
+    restore = _inspect.restore_call.Restore(
+        str(place.path),
+        query.number("step"),
+        target,
+        _transforms.from_text.parse(**rules),
+        chosen["optimizer"],
+        chosen["missing"] or "error",
+        "ignore",
+        is_source,
+    )
+    return _Asked(place, into, query, restore, step)
+
+
+def _choose(query: Query, name: str) -> Any:
+    """Returns the value of a choice; None for the default."""
+    values, chosen = _CHOICES[name], query.text(name)
+    if chosen and chosen not in values:
+        *others, last = values
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        raise errors.OptionError(f"{name} must be {wanted}, found {chosen!r:.80}")
+    return chosen or None
 
 
 def result(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the plan of a restore, after the transforms of the fields.
 
     Raises:
-        OptionError: A transform is invalid, or has no effect; or the state of a new run
-            has optimizer leaves, but names no classes.
+        OptionError: As for `_ask`; or a transform has no effect.
     """
-    rules = {name: query.text(name).split("\n") for name in _RULES}
-    changes = _transforms.from_text.parse(
-        **{name: filter(None, map(str.strip, lines)) for name, lines in rules.items()}
-    )
     asked = _ask(workspace, query)
-    if asked.is_source:
-        _check_source(asked)
+    restore = asked.restore
     try:
-        plan = asked.plan(changes, as_source=asked.is_source)
+        plan = restore.plan()
     except errors.DamagedCheckpointError as error:
         return _show(workspace, asked, PlanDamage(str(error), is_read=True))
     source = None
-    if not asked.is_source and asked.target.may_begin_from(asked.place.path):
-        source = _propose_source(asked, asked.plan(changes, as_source=True))
-    is_plain = bool(plan.problems) and not changes
+    if not restore.as_source and restore.target.may_begin_from(asked.place.path):
+        options = restore.options_as_source(has_dropped=bool(query.text("drop")))
+        source = asked.propose(source="new", **options)["url"]
     report = workspace.report(asked.place)
     states = zip(report.steps, report.integrity, strict=True)
+    names = restore.write_import()
+    call = restore._replace(unused="warn").write_call()
     return _show(
         workspace,
         asked,
@@ -208,12 +184,10 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
         plan=plan,
         verified={step.path for step, check in states if check.state == "verified"},
         problems={problem.leaf: problem for problem in plan.problems},
-        remedy=_find_remedy(plan, asked) if is_plain else None,
+        remedy=None if restore.transforms else _find_remedy(plan, asked),
         source=source,
-        fresh=_inspect.restore_call.describe_fresh(
-            plan, missing=asked.chosen("missing") or "error", as_source=asked.is_source
-        ),
-        call=asked.call(changes),
+        fresh=restore.describe_fresh(plan),
+        call=[names, "", call] if names else [call],
         groups=_group(plan),
     )
 
@@ -229,23 +203,12 @@ def _show(
         **{"plan": None, **values},
         damage=damage,
         other=step,
-        other_url=None if step is None else asked.address("/plan", step=str(step)),
+        other_url=None if step is None else asked.address("/plan", step=step),
         into=asked.into.name,
         target_step=asked.target_step,
         command=asked.command(),
         most=_MOST_ROWS,
     )
-
-
-def _check_source(asked: _Asked) -> None:
-    if leaves := asked.target.optimizer_leaves_without_classes():
-        raise errors.OptionError(
-            f"a new run begins its optimizer anew, but {asked.into.name} names no"
-            f" classes, so that {errors.first_few(leaves, 1)} would be planned as any"
-            " other leaf: choose the state of a run or a checkpoint, a file that"
-            " flaxckpt show CHECKPOINT --json has written, or a file with only the"
-            " parameters"
-        )
 
 
 def _find_damage(report: Report, plan: RestorePlan) -> PlanDamage | None:
@@ -270,40 +233,26 @@ def _find_other_step(
     return max((n for n in steps if n != step), default=None)
 
 
-def _propose_source(asked: _Asked, plan: RestorePlan) -> html.Markup:
-    """Returns the address of the `plan` of the source of a new run."""
-    fields = {"source": "new"}
-    if plan.drops and not any(asked.query.text(name) for name in _RULES):
-        fields |= {"drop": "\n".join(plan.drops), "missing": "init"}
-    elif asked.query.text("drop") and _checkpoint.plan.lacks_only_leaves(plan):
-        fields["missing"] = "init"  # what was dropped may be missing on purpose
-    return asked.address("/plan", **fields)
-
-
 def _find_remedy(plan: RestorePlan, asked: _Asked) -> Content | None:
     """Returns rules for the fields, or the address that guesses them; or None."""
-    if plan.renames:
-        return asked.propose_renames(plan.renames)
-    if plan.drops:
-        rules = "\n".join(plan.drops)
-        return asked.propose("drop", plan.drops, drop=rules, missing="init")
-    is_by_path = asked.is_by_path and not asked.is_source
-    if is_by_path and _checkpoint.plan.lacks_optimizer_leaves(plan):
-        return asked.propose("roles", optimizer="match")
-    if any(problem.kind == "missing" for problem in plan.problems):
-        return {"kind": "guess", "url": asked.address("/plan/suggest")}
-    return None
+    found = {(*options,): options for options in asked.restore.remedies(plan)}
+    if ("suggest",) in found and ("optimizer",) not in found:
+        return {"options": {}, "url": asked.address("/plan/suggest")}
+    found.pop(("missing",), None)  # the field is beside the plan
+    return asked.propose(**[*found.values()][-1]) if found else None
 
 
 def suggest(workspace: Workspace, query: Query) -> html.Markup:
     """Guesses the renames for a restore of the `step` of a `run` `into` another."""
     asked = _ask(workspace, query)
+    restore = asked.restore
     found = _suggest.suggestion.suggest(
-        asked.place.path, asked.target.state, step=query.number("step")
+        restore.path, restore.target.state, step=restore.step
     )
-    remedy: Content = {"kind": "found", "rules": (), "url": None}
+    remedy: Content = {"options": {}, "url": None}
     if found.renames:
-        remedy = asked.propose_renames(found.renames)
+        rules = [f"{pattern}={name}" for pattern, name in found.renames]
+        remedy = asked.propose(rename=rules)
     return templates.render("ui/remedy.html", remedy=remedy, found=found)
 
 
