@@ -16,8 +16,8 @@ _MOST_BYTES = 2**32
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that compares step `a` of a `run` with step `b` of `with`."""
     place = workspace.places.find(query.text("run"))
-    others = workspace.targets.checkpoints()
-    other = workspace.targets.find(query.text("with") or place.name, others)
+    others = workspace.places.checkpoints()
+    other = workspace.places.find(query.text("with") or place.name, others)
     report, other_report = workspace.report(place), workspace.report(other)
     a, b = query.number("a"), query.number("b")
     if other == place:
@@ -35,7 +35,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         report=report,
         other_report=other_report,
         others=others,
-        empty=workspace.targets.without_steps(others),
+        empty=workspace.places.without_steps(others),
         is_asked=is_asked,
     )
 
@@ -43,8 +43,8 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 def result(workspace: Workspace, query: Query) -> html.Markup:
     """Compares two steps, and returns the leaves that differ."""
     place = workspace.places.find(query.text("run"))
-    others = workspace.targets.checkpoints()
-    other = workspace.targets.find(query.text("with") or place.name, others)
+    others = workspace.places.checkpoints()
+    other = workspace.places.find(query.text("with") or place.name, others)
     first = workspace.opened.get(place, query.number("a"))
     second = workspace.opened.get(other, query.number("b"))
     if first[:2] == second[:2]:

@@ -1,10 +1,13 @@
-"""The runs and checkpoints that the page may open, by name.
+"""The runs, checkpoints and states that the page may open, by name.
 
-Requests give names, never paths: a name that is not listed here opens nothing.
+Requests give names, never paths: a name that is not listed here opens nothing. Links
+are not followed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -14,10 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _formats, _inspect, _steps, _storage, errors
+from flaxckpt import _formats, _inspect, _state, _steps, _storage, errors
 from flaxckpt._types import PathLike
 
 _MOST_PLACES = 500
+_MOST_ENTRIES = 500
+"""Entries of a directory that are looked at for states."""
+
+_MOST_FILES = 100
+_MOST_FILE_BYTES = 16 * 2**20
 _DEEPEST = 3
 """Levels of directories between the opened directory and a run."""
 
@@ -38,7 +46,11 @@ class Location(NamedTuple):
 
 
 class Places:
-    """The runs and checkpoints that may be opened; thread-safe.
+    """The runs, checkpoints and states that may be opened; thread-safe.
+
+    Views compare with checkpoints, and plan restores into states. These are the runs
+    and checkpoints, what lies beside a single one, and abstract states in JSON files
+    below or beside them.
 
     Attributes:
         root: The opened path: a run directory, a checkpoint, or a directory of runs.
@@ -58,6 +70,8 @@ class Places:
         self.version = 0
         self._due = 0.0
         self.runs: Mapping[str, Location] = {}
+        self._beside: Mapping[str, Location] = {}
+        self._with_steps: set[Path] = set()
         self._search()
 
     @property
@@ -65,13 +79,60 @@ class Places:
         """True if `root` itself is the run or the checkpoint."""
         return any(place.path == self.root for place in self.runs.values())
 
-    def find(self, name: str) -> Location:
-        """Returns the place of a name.
+    def checkpoints(self) -> Mapping[str, Location]:
+        """Returns the runs and checkpoints to compare with, as of now, by name."""
+        found = dict(self.runs)
+        if self.is_single and not _storage.of(self.root).costs_requests:
+            with contextlib.suppress(OSError):
+                beside = search_below(
+                    self.root.parent, self._beside, depth=1, most=_MOST_ENTRIES
+                )
+                self._beside = {each.name: each for each in beside}
+            for name, place in self._beside.items():
+                if place.path != self.root:
+                    found.setdefault(name, place)
+        return {**found, **self.others}
+
+    def states(self) -> Mapping[str, Location]:
+        """Returns the states to restore into, as of now, by name."""
+        found = dict(self.checkpoints())
+        if not _storage.of(self.root).costs_requests:
+            below = self.root.parent if self.is_single else self.root
+            folders = {below, *(p for r in self.runs.values() for p in r.path.parents)}
+            inside = sorted(p for p in folders if p.is_relative_to(below))
+            files = (file for folder in inside for file in _find_files(folder))
+            for file in itertools.islice(files, _MOST_FILES):
+                name = file.relative_to(below).as_posix()
+                found.setdefault(name, Location(name, file, is_run=False))
+        return {**found, **self.files}
+
+    def without_steps(self, places: Mapping[str, Location]) -> set[str]:
+        """Returns the names of the runs that have no step yet."""
+        return {name for name, place in places.items() if not self._has_step(place)}
+
+    def _has_step(self, place: Location) -> bool:
+        """Returns True unless a run has no step; a run that had one is not read."""
+        if not place.is_run or place.path in self._with_steps:
+            return True
+        try:
+            index = _steps.index.StepIndex(place.path, _formats.identify)
+            has_step = any(
+                index.find(step) is not None or index.find_doubtful(step) is not None
+                for step in reversed(index.numbers)
+            )
+        except (errors.CheckpointError, OSError):
+            return True  # the view says what is wrong with it
+        if has_step:
+            self._with_steps.add(place.path)
+        return has_step
+
+    def find(self, name: str, among: Mapping[str, Location] | None = None) -> Location:
+        """Returns the place of a name, by default of a run or a checkpoint.
 
         Raises:
-            CheckpointNotFoundError: No run or checkpoint has this name.
+            CheckpointNotFoundError: No place has this name.
         """
-        place = self.runs.get(name) or self.others.get(name)
+        place = (among or {}).get(name) or self.runs.get(name) or self.others.get(name)
         if place is None:
             raise errors.CheckpointNotFoundError(
                 f"{self.root} has no run or checkpoint {name!r} that this page may"
@@ -192,15 +253,38 @@ def is_run(path: Path) -> bool | None:
     return True
 
 
-def has_step(run: Path) -> bool:
-    """Returns True if a run directory has a step, or what may be a damaged step."""
-    index = _steps.index.StepIndex(run, _formats.identify)
-    return any(
-        index.find(step) is not None or index.find_doubtful(step) is not None
-        for step in reversed(index.numbers)
-    )
-
-
 def is_empty(run: Path) -> bool:
     """Returns True for an empty directory, which might become a run."""
     return not (run / _steps.journal.NAME).is_file() and not any(run.iterdir())
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """Returns the abstract files of a directory."""
+    try:
+        found = sorted(itertools.islice(folder.iterdir(), _MOST_ENTRIES))
+    except OSError:
+        return []
+    return [*filter(is_abstract_file, found)]
+
+
+def is_abstract_file(file: Path) -> bool:
+    """Returns True for a JSON file, no link, that describes a state with leaves."""
+    try:
+        if file.suffix != ".json" or file.is_symlink() or not file.is_file():
+            return False
+        stat = file.stat()
+    except OSError:
+        return False
+    if stat.st_size > _MOST_FILE_BYTES:
+        return False
+    return _describes_state(file, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+
+
+@functools.lru_cache(maxsize=256)
+def _describes_state(file: Path, stamp: object) -> bool:
+    try:
+        target = _inspect.abstract_file.read_target(file)
+    except (errors.CheckpointError, OSError):
+        return False
+    leaves = _state.flax_state.leaves_by_path(target.state).values()
+    return any(leaf not in ({}, [], ()) for leaf in leaves)

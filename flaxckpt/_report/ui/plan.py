@@ -43,10 +43,10 @@ _ACTIONS: Sequence[Action] = (
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the page that plans a restore of the `step` of a `run` `into` another."""
     place = workspace.places.find(query.text("run"))
-    targets = workspace.targets.all()
+    targets = workspace.places.states()
     chosen = query.text("into")
-    empty = workspace.targets.without_steps(targets)
-    into = workspace.targets.find(chosen) if chosen else place
+    empty = workspace.places.without_steps(targets)
+    into = workspace.places.find(chosen, targets) if chosen else place
     report, step = workspace.report(place), query.number("step")
     if step is None and place.is_run:
         step = flight_recorder.choose_step(report)
@@ -120,7 +120,7 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
             a new run has optimizer leaves, but names no classes.
     """
     place = workspace.places.find(query.text("run"))
-    into = workspace.targets.find(query.text("into"))
+    into = workspace.places.find(query.text("into"), workspace.places.states())
     chosen = {name: _choose(query, name) for name in _CHOICES}
     rules = {name: _lines(query.text(name)) for name in _RULES}
     step = None

@@ -8,7 +8,7 @@ from urllib import parse
 
 from flaxckpt import errors
 from flaxckpt._report.data import Report
-from flaxckpt._report.ui import feeds, opened, places, targets, verifications
+from flaxckpt._report.ui import feeds, opened, places, verifications
 from flaxckpt._report.ui.places import Location
 from flaxckpt._util import html
 
@@ -17,7 +17,6 @@ class Workspace(NamedTuple):
     """The data behind the page."""
 
     places: places.Places
-    targets: targets.Targets
     feeds: feeds.Feeds
     opened: opened.OpenCheckpoints
     verifications: verifications.Verifications
@@ -45,11 +44,7 @@ class Workspace(NamedTuple):
 def open_workspace(found: places.Places) -> Workspace:
     """Returns the data behind a page on runs and checkpoints, until `close`."""
     return Workspace(
-        found,
-        targets.Targets(found),
-        feeds.Feeds(),
-        opened.OpenCheckpoints(),
-        verifications.Verifications(),
+        found, feeds.Feeds(), opened.OpenCheckpoints(), verifications.Verifications()
     )
 
 
