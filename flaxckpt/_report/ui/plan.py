@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _inspect, _suggest, _transforms, errors
 from flaxckpt._inspect.plan_damage import PlanDamage
-from flaxckpt._inspect.restore_call import Restore
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
@@ -20,6 +19,7 @@ from flaxckpt._util import html
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import Action, RestorePlan
+    from flaxckpt._inspect.restore_call import Restore
 
 _MOST_ROWS = 500
 
