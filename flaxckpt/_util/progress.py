@@ -123,6 +123,7 @@ def _show(counter: Counter, ended: threading.Event) -> None:
 def _draw(counter: Counter, ended: threading.Event) -> None:
     import rich.console
     import rich.progress
+    import rich.table
 
     class Console(rich.console.Console):
         def show_cursor(self, show: bool = True) -> bool:
@@ -131,17 +132,21 @@ def _draw(counter: Counter, ended: threading.Event) -> None:
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal or not console.is_interactive:
         return
+    whole = rich.table.Column(no_wrap=True)  # only the bar is shortened
     amounts: tuple[rich.progress.ProgressColumn, ...] = (
-        rich.progress.MofNCompleteColumn(),
+        rich.progress.MofNCompleteColumn(table_column=whole),
     )
     if counter.of_bytes:
-        amounts = (rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn())
+        amounts = (
+            rich.progress.DownloadColumn(table_column=whole),
+            rich.progress.TransferSpeedColumn(table_column=whole),
+        )
     columns = (
         rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),
         *amounts,
-        rich.progress.TimeRemainingColumn(),
+        rich.progress.TimeRemainingColumn(table_column=whole),
     )
     with rich.progress.Progress(
         *columns,
@@ -151,17 +156,22 @@ def _draw(counter: Counter, ended: threading.Event) -> None:
         redirect_stdout=False,
         redirect_stderr=False,
     ) as bar:
-        task = bar.add_task(**_state(counter))
+        task = bar.add_task(**_state(counter, console.width))
         while not ended.wait(_REFRESH_SECS):
-            bar.update(task, refresh=True, **_state(counter))
+            bar.update(task, refresh=True, **_state(counter, console.width))
 
 
-def _state(counter: Counter) -> dict[str, Any]:
+_AMOUNTS_WIDTH = 48
+"""Columns of a terminal for a short bar, the amounts and the time."""
+
+
+def _state(counter: Counter, width: int) -> dict[str, Any]:
     done, total = counter.done, counter.total
     # All bytes are counted, but files are not yet flushed to the disk.
     rest = ", finishing" if done >= total > 0 and counter.of_bytes else ""
-    return {
-        "description": counter.what + rest,
-        "completed": done,
-        "total": total or None,
-    }
+    room = max(20, width - _AMOUNTS_WIDTH) - len(rest)
+    what = counter.what
+    if len(what) > room:  # the end of a path tells more than its beginning
+        verb, _, _ = what.partition(" ")
+        what = f"{verb} …{what[-max(1, room - len(verb) - 2) :]}"
+    return {"description": what + rest, "completed": done, "total": total or None}

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -136,13 +137,20 @@ def wrap_errors(text: str) -> list[str]:
 
 
 def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
+    lines = textwrap.wrap(
+        _UNIT.sub(_JOINT, text),
         terminal_width(),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_JOINT, " ") for line in lines]
+
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|d|B|[kMGTP]B)\b)")
+"""The space between a number and its unit, which stay together."""
+
+_JOINT = "\xa0"
 
 
 def count_rows(lines: Sequence[str]) -> int:

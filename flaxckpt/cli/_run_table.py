@@ -25,6 +25,8 @@ _COLUMNS = (
     TextColumn("size", is_number=True),
 )
 _BEST = 4
+_TIMES = ("%Y-%m-%d %H:%M", "%m-%d %H:%M")
+"""How times are written; the shorter way on narrow terminals."""
 _MOST_DAMAGED = 3
 
 
@@ -93,7 +95,10 @@ def show(
         [metric] = metrics if len(metrics) == 1 else [""]
         if metric:
             columns[_BEST] = TextColumn(f"best {_output.shorten_name(metric)}")
-        _output.print_table(columns, [_row(run, metric) for run in runs])
+        long, short = ([_row(run, metric, form) for run in runs] for form in _TIMES)
+        is_wide = _output.table_width(columns, long) > _output.terminal_width()
+        is_short = is_wide and _output.is_terminal()
+        _output.print_table(columns, short if is_short else long)
         for run in runs:
             if run.error:
                 _output.print_paragraph(f"{run.name} cannot be listed: {run.error}")
@@ -141,11 +146,14 @@ def _find_best(listing: Listing) -> dict[str, _Best]:
     }
 
 
-def _row(run: _Run, metric: str) -> list[str | Cell]:
-    """Returns the cells of a run; `metric` is the only one, whose name is above."""
+def _row(run: _Run, metric: str, form: str) -> list[str | Cell]:
+    """Returns the cells of a run; `metric` is the only one, whose name is above.
+
+    `form` is that of times.
+    """
     best = [
         f"{'' if name == metric else f'{_output.shorten_name(name)} '}"
-        f"{_output.number(found.value)} at {found.step}"
+        f"{_output.number(found.value, 4)} at {found.step}"
         for name, found in run.best.items()
     ]
     damaged = errors.first_few(
@@ -157,7 +165,7 @@ def _row(run: _Run, metric: str) -> list[str | Cell]:
         run.name,
         "" if run.steps is None else f"{run.steps:,}",
         "" if run.newest is None else str(run.newest),
-        _output.when(run.created),
+        _output.when(run.created, form),
         ", ".join(best),
         Cell("unreadable" if run.error else damaged, "red"),
         "" if run.bytes is None else _output.size(run.bytes),

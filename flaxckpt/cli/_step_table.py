@@ -148,6 +148,7 @@ def describe_rankings(listing: Listing) -> list[str]:
     rankings = [policy for policy in listing.keep or () if isinstance(policy, BestN)]
     ends = {policy.metric: policy.mode for policy in reversed(rankings)}
     return [
-        f"{'highest' if ends[metric] == 'max' else 'lowest'} {metric}"
+        f"{'highest' if ends[metric] == 'max' else 'lowest'}"
+        f" {_output.shorten_name(metric, 60)}"
         for metric in listing.best
     ]

@@ -54,7 +54,7 @@ def diff(
         ),
     ] = None,
     limit: Annotated[
-        int, Option("--limit", "-n", min=1, help="The most rows to show.")
+        int, Option("--limit", "-n", min=1, metavar="N", help="Show N rows at most.")
     ] = 40,
     by_subtree: Annotated[
         bool,

@@ -18,7 +18,7 @@ def doctor(
         str, Argument(metavar="DIRECTORY", help="The directory to test.")
     ] = ".",
     max_mb: Annotated[
-        int, Option("--max-mb", min=1, help="Maximum megabytes to write.")
+        int, Option("--max-mb", min=1, metavar="N", help="Maximum megabytes to write.")
     ] = 256,
     max_secs: Annotated[
         float, Option("--max-secs", min=0.0, help="Approximate duration.")

@@ -17,7 +17,7 @@ def du(
     path: _app.PathArgument,
     step: _app.StepOption = None,
     depth: Annotated[
-        int, Option("--depth", "-d", min=1, help="Depth of the tree.")
+        int, Option("--depth", "-d", min=1, metavar="N", help="Depth of the tree.")
     ] = 2,
     step_format: _app.StepFormatOption = None,
     json: _app.JsonOption = False,

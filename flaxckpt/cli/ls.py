@@ -145,6 +145,10 @@ def _sort(steps: Sequence[Step], key: str) -> list[Step]:
     return sorted(steps, key=rank)
 
 
+_MOST_NAME = 60
+"""Characters of the name of a metric below the table."""
+
+
 def _summary(listing: Listing, left_out: Sequence[str]) -> str:
     formats = {step.format for step in listing.steps} - {"unknown"}
     if not listing.is_run:
@@ -166,7 +170,8 @@ def _summary(listing: Listing, left_out: Sequence[str]) -> str:
         summary += f"; best: {', '.join(ends)}"
     if left_out:
         metrics = "metric" if len(left_out) == 1 else "metrics"
-        summary += f"; +{len(left_out)} more {metrics}: {errors.first_few(left_out, 3)}"
+        names = [_output.shorten_name(name, _MOST_NAME) for name in left_out]
+        summary += f"; +{len(left_out)} more {metrics}: {errors.first_few(names, 3)}"
     return summary
 
 

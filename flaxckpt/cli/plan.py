@@ -56,8 +56,8 @@ _AsSourceOption = Annotated[
     bool,
     Option(
         "--as-source",
-        help="Plan PATH as the source of a new run, as restore_or_init(source=…)"
-        " does: by default, the optimizer and the step begin anew.",
+        help="Plan PATH as the source of a new run, as restore_or_init does: by"
+        " default, the optimizer and the step begin anew.",
     ),
 ]
 _SuggestOption = Annotated[
@@ -288,11 +288,13 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
             document["plan"] = planned.document()
         _output.print_document(document)
         return _app.SUCCESS if is_whole else _app.FINDING
-    lines = [str(suggestion)]
+    lines, whole = str(suggestion).split("\n"), {*suggestion.code.split("\n")}
+    commands: list[_Remedy] = []
     renames = [f"{pattern}={name}" for pattern, name in suggestion.renames]
     if renames:
         command = _app.command_line(suggest=False, rename=renames)
         lines += ["", "on the command line:", f"  {command}"]
+        whole.add(lines[-1])
     if not suggestion.ambiguous:
         lines += ["", f"with these transforms, {planned.plan.summary}"]
         rows = [f"  {problem.row.strip()}" for problem in planned.plan.problems]
@@ -300,7 +302,7 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         if len(rows) > _MOST_ROWS:
             lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
         if not (planned.plan.renames or planned.plan.drops):
-            lines += [f"{each.purpose}: {each.command}" for each in planned.remedies()]
+            commands = planned.remedies()
         elif planned.plan.drops and (renames or not suggestion.transforms):
             command = _app.command_line(
                 suggest=False,
@@ -308,8 +310,16 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
                 drop=[*planned.plan.drops],
                 missing="init",
             )
-            lines.append(f"To initialize leaves of other shapes: {command}")
-    _output.print_lines("\n".join([*lines, *planned.conclusion()]))
+            commands = [_Remedy("To initialize leaves of other shapes", command)]
+    for line in lines:
+        if line in whole:
+            _output.print_line(line)
+        else:
+            _output.print_paragraph(line, "    " if line.startswith(" ") else "  ")
+    for remedy in commands:
+        _output.print_command(*remedy)
+    for line in planned.conclusion():
+        _output.print_paragraph(line)
     return _app.SUCCESS if is_whole else _app.FINDING
 
 

@@ -45,6 +45,7 @@ def show(
             "--depth",
             "-d",
             min=1,
+            metavar="N",
             help="Depth of the tree; by default as deep as fits 100 lines.",
         ),
     ] = None,

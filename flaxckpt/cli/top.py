@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import statistics
 import time
 from collections.abc import Sequence
@@ -106,30 +107,26 @@ def describe(report: Report, now: float) -> list[str]:
 
     verdict = _report.flight_recorder.judge(report)
     sign = {"good": "●", "bad": "✖", "idle": "○"}[verdict.state]
-    told = [
+    metrics = {
+        _output.shorten_name(errors.printable(name)): points
+        for name, points in list(report.metrics.items())[:_MOST_METRICS]
+    }
+    width = max(map(len, ["newest", *metrics]))
+    room = _output.terminal_width() - width - 4 if _output.is_terminal() else None
+    rows = [
         ("newest", _newest(report, now)),
         ("saves", _stalls(report.saves)),
-        *[(name, curve(points)) for name, points in _shown(report)],
+        *[(name, curve(points, room)) for name, points in metrics.items()],
         ("next", _next_save(report.saves, now)),
     ]
-    rows = [
-        (_output.shorten_name(errors.printable(name)), text)
-        for name, text in told
-        if text
-    ]
-    width = max((len(name) for name, _ in rows), default=0)
     name = _output.shorten_path(report.path)
     lines = _output.wrap(f"{name}  {sign} {verdict.text}", "  ")
-    for name, text in rows:
+    for name, text in filter(operator.itemgetter(1), rows):
         lines += _output.wrap(f"  {name:{width}}  {text}", " " * (width + 4))
     return lines
 
 
 _MOST_METRICS = 3
-
-
-def _shown(report: Report) -> Sequence[tuple[str, Sequence[MetricValue]]]:
-    return list(report.metrics.items())[:_MOST_METRICS]
 
 
 def _newest(report: Report, now: float) -> str:
@@ -152,20 +149,21 @@ def _ago(secs: float) -> str:
     return f"{secs:.0f} s"
 
 
-def curve(points: Sequence[MetricValue]) -> str:
+def curve(points: Sequence[MetricValue], room: int | None = None) -> str:
     """Returns a metric as characters, from the first step to the last.
 
-    A value that is not finite is a `!`.
+    A value that is not finite is a `!`. The text has `room` for so many characters.
     """
     if not points:
         return ""
-    size = -(-len(points) // _CURVE_COLUMNS)
+    ends = " → ".join(_output.number(points[n].value, 4) for n in (0, -1))
+    free = _CURVE_COLUMNS if room is None else room - len(ends) - 2
+    size = -(-len(points) // max(1, min(_CURVE_COLUMNS, free)))
     parts = [points[n : n + size] for n in range(0, len(points), size)]
     finite = [point.value for point in points if math.isfinite(point.value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     drawn = "".join(_bar([p.value for p in part], low, high) for part in parts)
-    ends = [_output.number(points[n].value, 4) for n in (0, -1)]
-    return f"{drawn}  {ends[0]} → {ends[1]}"
+    return f"{drawn}  {ends}"
 
 
 def _bar(values: Sequence[float], low: float, high: float) -> str:
