@@ -312,7 +312,7 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
             )
             commands = [_Remedy("To initialize leaves of other shapes", command)]
     for line in lines:
-        if line in whole:
+        if line in whole or line.startswith("    "):  # rows of Python
             _output.print_line(line)
         else:
             _output.print_paragraph(line, "    " if line.startswith(" ") else "  ")

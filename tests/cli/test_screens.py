@@ -1,5 +1,6 @@
 """The screens of the verbs on terminals of 80 and 140 columns."""
 
+import itertools
 import os
 import pty
 import re
@@ -92,6 +93,46 @@ def test_paragraphs_and_bars_fit_narrow_terminal(losses, terminal):
     lines = terminal(80, "top", "named", "--once")
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith("  (a/very"), "the verdict is wrapped"
+
+
+def test_top_fits_curves_and_keeps_units_beside_numbers(losses, terminal):
+    for width in range(46, 62, 3):
+        lines = terminal(width, "top", "run", "--once")
+        assert max(map(len, lines)) <= width
+        curves = [line for line in lines if "→" in line]
+        assert len(curves) == 3
+        assert all(
+            re.search("[▁-█]{3,}  2?.*[0-9] → [0-9.]+$", line) for line in curves
+        )
+        pairs = itertools.pairwise(lines)
+        split = [
+            (line, after)
+            for line, after in pairs
+            if line[-1].isdigit() and re.match(" *(ms|s|min|B|kB|MB)\\b", after)
+        ]
+        assert not split
+
+
+def test_table_of_runs_leaves_out_year_on_narrow_terminal(losses, terminal):
+    wide = terminal(90, "ls", ".", *POLICIES)
+    narrow = terminal(57, "ls", ".", *POLICIES)
+    assert len(wide) == len(narrow) == 3
+    [without_year] = re.findall("20[0-9]{2}-([0-9-]{5} [0-9:]{5})", wide[1])
+    assert without_year in narrow[1]
+    assert not re.search("20[0-9]{2}-", narrow[1])
+
+
+def test_suggestion_fits_narrow_terminal(tmp_path, terminal, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, part in (("old", "encoder"), ("new", "backbone")):
+        params = {part: {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}}
+        flaxckpt.save(name, {"params": params})
+    lines = terminal(60, "plan", "old", "new", "--suggest")
+    long = [line for line in lines if len(line) > 60]
+    pasted = ("flaxckpt plan", "transforms = ", "rename(", '("params')
+    others = [line for line in long if not line.strip().startswith(pasted)]
+    assert all(len(line.split()) == 1 for line in others), others
+    assert any("--rename" in line for line in long)
 
 
 # ---- ls ---------------------------------------------------------------------------

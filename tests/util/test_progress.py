@@ -138,11 +138,18 @@ class Terminal:
         os.close(self.master)
 
 
-def test_shows_bar_during_wait_and_erases_it(tmp_path):
-    with Terminal(tmp_path, "loud") as terminal:
-        for label in LABELS:
+@pytest.mark.parametrize(
+    ("columns", "last"),
+    [
+        ("100", LABELS[-1]),
+        pytest.param("60", "converting …etensors".encode(), marks=pytest.mark.slow),
+    ],
+)
+def test_shows_bar_during_wait_and_erases_it(tmp_path, columns, last):
+    with Terminal(tmp_path, "loud", COLUMNS=columns) as terminal:
+        for label in (*LABELS[:-1], last):
             terminal.read_until(label)
-            terminal.read_until(b"5.0 MB")
+            terminal.read_until(b"/5.0 MB")
             os.write(terminal.master, b"\n")
         terminal.read_until(b"looking at run")
         terminal.read_until(b"0/1")
