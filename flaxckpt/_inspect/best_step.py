@@ -23,6 +23,27 @@ class BestStep(NamedTuple):
     damaged: int | None
     deleted: int | None
 
+    def describe_better(
+        self,
+        values: Mapping[int, float],
+        faults: Mapping[int | None, str],
+        counted: Collection[int | None],
+        form: str = "{}",
+    ) -> list[str]:
+        """Returns clauses on the better steps, that are damaged or deleted.
+
+        `faults` and `counted` are as for `describe_damaged`; `form` is that of steps.
+        """
+        clauses = []
+        if self.good is not None and self.damaged is not None:
+            step, fault = self.damaged, faults.get(self.damaged, "damaged")
+            lost = (form.format(step), values[step], fault)
+            clauses.append(describe_damaged(*lost, is_counted=step in counted))
+        if self.deleted is not None:
+            step = self.deleted
+            clauses.append(describe_deleted(form.format(step), values[step]))
+        return clauses
+
 
 def find(
     values: Mapping[int, float],

@@ -63,7 +63,7 @@ def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
         "x": [point.step for point in shown],
         "y": [_number(point.value) for point in shown],
         "state": "".join(
-            _letter(p.is_deleted, p.is_bad, p.best == "best", p.stays) for p in shown
+            _letter(p.is_deleted, p.is_bad, p.mode is not None, p.stays) for p in shown
         ),
         "facts": _facts(points, last),
     }
@@ -72,7 +72,7 @@ def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
 def _facts(points: Sequence[MetricValue], last: MetricValue) -> str:
     """Returns the best and the last value of a metric in a phrase."""
     drawn = [point for point in points if math.isfinite(point.value)]
-    best = [point for point in drawn if point.best == "best"]
+    best = [point for point in drawn if point.mode is not None]
     facts = [
         f"{what} {humanize.number(point.value)} at step {point.step:,}"
         + (" (cannot be used)" if point.is_bad else "")
@@ -104,7 +104,7 @@ def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
         part = points[start : start + size]
         finite = [point for point in part if math.isfinite(point.value)]
         odd = [point for point in part if not math.isfinite(point.value)][:1]
-        best = [point for point in part if point.best is not None]
+        best = [point for point in part if point.is_ranked or point.mode is not None]
         value = operator.attrgetter("value")
         ends = [pick(finite, key=value) for pick in (min, max) if finite]
         chosen = {point.step for point in (*ends, *odd, *best)}

@@ -61,7 +61,7 @@ def _bests(report: Report) -> list[Content]:
     """Returns the cards of the metrics that rank steps, or of the first metric."""
     cards: list[Content] = []
     for name, points in report.metrics.items():
-        best = [point for point in points if point.best == "best"]
+        best = [point for point in points if point.mode is not None]
         if best and len(cards) < _MOST_BEST:
             is_bad = best[-1].step in report.faults
             kind = "bad" if is_bad else "best" if cards else "main best"
@@ -88,18 +88,13 @@ def _describe_best(
     detail = f"{best_step.end(best.mode)}, {_at_step(report, best)}"
     if best.step in faults:
         detail += "; no good step has a value"
-    elif (step := found.damaged) is not None:
-        is_counted = any(s.is_counted for s in report.steps if s.step == step)
-        lost = (f"{step:,}", values[step], faults[step])
-        detail += f"; {best_step.describe_damaged(*lost, is_counted=is_counted)}"
-    elif found.deleted is None:
+    elif found.damaged is None and found.deleted is None:
         detail += f", of {len(values):,} "
         detail += "saved" if len(values) == len(points) else "finite values"
-    else:
+    elif found.damaged is None:
         detail += f", of {len(values.keys() - gone):,} that exist"
-    if (step := found.deleted) is not None:
-        detail += f"; {best_step.describe_deleted(f'{step:,}', values[step])}"
-    return detail
+    counted = [step.step for step in report.steps if step.is_counted]
+    return "; ".join([detail, *found.describe_better(values, faults, counted, "{:,}")])
 
 
 def _at_step(report: Report, point: MetricValue) -> str:
@@ -116,7 +111,7 @@ def _count_metrics(report: Report) -> Content:
     return {
         "steps": len({point.step for point in points}),
         "gone": len({point.step for point in points if point.is_deleted}),
-        "is_ranked": any(point.best == "best" for point in points),
+        "is_ranked": any(point.mode is not None for point in points),
         "drawn": len(report.drawn),
         "most": chart_data.MOST_METRICS,
         "missing": [name for name in report.metrics if name not in report.drawn][:5],
@@ -137,7 +132,7 @@ def _layers(report: Report) -> Content:
 def _steps(report: Report, most: int | None) -> Content:
     """Returns the steps to list: of too many, the best and the existing ones."""
     existing = {step.step: step for step in report.steps}
-    best = {number for number, step in existing.items() if "best" in step.marks}
+    best = {point.step for _, point in report.bests}
     ranked = sorted(
         report.history, key=lambda s: (s.step not in best, not s.exists, -s.step)
     )

@@ -70,18 +70,17 @@ class MetricValue(NamedTuple):
 
     Attributes:
         stays: True if any reason keeps the step.
-        best: `best` or `among the best` by a policy; without a policy for the metric,
-            `lowest` or `highest`; None for other values.
         is_deleted: True if the step was deleted since.
-        mode: The mode of the policy for which the value is `best`; None for others.
+        is_ranked: True if the step is among the best that a policy keeps.
+        mode: The mode of the policy for which the value is the best; None for others.
         is_bad: True if the step is damaged, or could not be read.
     """
 
     step: int
     value: float
     stays: bool
-    best: str | None
     is_deleted: bool = False
+    is_ranked: bool = False
     mode: Literal["min", "max"] | None = None
     is_bad: bool = False
 
@@ -299,52 +298,31 @@ class Report:
         }
 
     def with_integrity(self, checks: Sequence[Integrity]) -> Report:
-        """Returns the report with other checks.
-
-        The newest and the best steps are those of the good steps, if there are any, as
-        if the damaged steps were marked as such.
-        """
+        """Returns the report with other checks, and the best values of good steps."""
         report = dataclasses.replace(self, integrity=tuple(checks))
         metrics = {
-            name: _label_best(points, self.modes.get(name, ()), report.faults)
+            name: _find_best(points, self.modes.get(name, ()), report.faults)
             for name, points in self.metrics.items()
         }
-        if not self.is_run:
-            return dataclasses.replace(report, metrics=metrics)
-        best = {p.step for points in metrics.values() for p in points if p.mode}
-        good = report.good
-        steps = []
-        for step in self.steps:
-            is_newest = step in good[-1:] or (not good and "latest" in step.marks)
-            rest = [mark for mark in step.marks if mark not in ("latest", "best")]
-            newest, first = ["latest"] * is_newest, ["best"] * (step.step in best)
-            marks = (*newest, *first, *rest)
-            steps.append(dataclasses.replace(step, marks=marks))
-        return dataclasses.replace(report, metrics=metrics, steps=tuple(steps))
+        return dataclasses.replace(report, metrics=metrics)
 
     @property
     def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
-        """Step -> its marks; a step that cannot be used is not the newest or best."""
-        best: dict[int | None, list[str]] = {}
-        for name, points in self.metrics.items():
-            for point in points:
-                if point.best == "best":
-                    best.setdefault(point.step, []).append(name)
-        is_one = len({name for names in best.values() for name in names}) < 2
-        faults = self.faults
+        """Step -> its marks: of the good steps, the last is the newest."""
+        names: dict[int | None, list[str]] = {}
+        for name, point in self.bests:
+            names.setdefault(point.step, []).append(name)
+        is_one = len({name for each in names.values() for name in each}) < 2
+        newest = [step.step for step in self.good[-1:] if self.is_run]
         marks = {}
         for step in self.steps:
-            shown: list[Mark] = []
-            for kind in step.marks:
-                names = best.get(step.step, []) if kind == "best" else []
-                texts = [kind] if is_one else [f"{kind} {name}" for name in names]
-                shown += [Mark(kind, text) for text in texts or [kind]]
-            if step.step in faults:
-                fault = faults[step.step]
-                gone = ("latest", "best", "damaged")
-                shown = [mark for mark in shown if mark.kind not in gone]
-                shown.append(Mark(fault, fault))
-            marks[step.step] = tuple(shown)
+            number, fault = step.step, self.faults.get(step.step)
+            best = ["best" if is_one else f"best {n}" for n in names.get(number, ())]
+            gone = ("latest", "best", *(["damaged"] if fault else []))
+            shown = [Mark("latest", "latest")] if number in newest else []
+            shown += [Mark("best", text) for text in best]
+            shown += [Mark(kind, kind) for kind in step.marks if kind not in gone]
+            marks[number] = (*shown, Mark(fault, fault)) if fault else (*shown,)
         return marks
 
     @property
@@ -358,27 +336,20 @@ def last_good(points: Sequence[MetricValue]) -> MetricValue | None:
     return next((point for point in reversed(points) if not point.is_bad), None)
 
 
-def _label_best(
+def _find_best(
     points: Sequence[MetricValue],
     modes: Sequence[Literal["min", "max"]],
     faults: Mapping[int | None, str],
 ) -> tuple[MetricValue, ...]:
     """Returns values of which the best ones are of good steps, if there are any."""
     there = {point.step: point.value for point in points if not point.is_deleted}
-    kept = {point.step: point.value for point in points if point.best}
+    kept = {point.step: point.value for point in points if point.is_ranked}
     best: dict[int, Literal["min", "max"]] = {}
     for mode in modes:
         for first in policies.rank(kept, mode)[:1]:
             good = best_step.find(there, faults, mode).good
             best[first if good is None or first not in faults else good] = mode
-    labels = {"best": "among the best"}
     return tuple(
-        point._replace(
-            best="best"
-            if point.step in best
-            else labels.get(point.best or "", point.best),
-            mode=best.get(point.step),
-            is_bad=point.step in faults,
-        )
+        point._replace(mode=best.get(point.step), is_bad=point.step in faults)
         for point in points
     )

@@ -229,23 +229,12 @@ def _metrics(
         kept = [n for n in values.keys() & existing if deciding & {*existing[n].why}]
         if not kept and listing.best.get(name) in values:  # those kept are damaged
             kept = [listing.best[name]]
-        labels = (
-            dict.fromkeys(kept, "among the best") if deciding else _extremes(values)
-        )
+        kept = kept if deciding else []
         series[name] = tuple(
-            MetricValue(n, value, n in staying, labels.get(n), n not in existing)
+            MetricValue(n, value, n in staying, n not in existing, n in kept)
             for n, value in values.items()
         )
     return series
-
-
-def _extremes(values: Mapping[int, float]) -> Mapping[int, str]:
-    """Labels the lowest and highest value: only a policy defines the best."""
-    finite = {step: value for step, value in values.items() if math.isfinite(value)}
-    if len(set(finite.values())) < 2:
-        return {}
-    low, high = min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)
-    return {low: "lowest", high: "highest"}
 
 
 # ---- changes ----------------------------------------------------------------------

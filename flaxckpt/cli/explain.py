@@ -109,6 +109,7 @@ def _describe_lost_best(
     saved = _inspect.history.of_journal(events)
     gone = {number: saved[number].metrics for number in saved.keys() - view.paths}
     there = {number: step.metrics for number, step in view.steps.items()}
+    counted = [number for number, step in view.steps.items() if step.is_counted]
     lines = []
     for name, policy in ranked.items():
         values = {
@@ -117,18 +118,7 @@ def _describe_lost_best(
             if (value := metrics.get(name)) is not None and math.isfinite(value)
         }
         best = best_step.find(values, explained.damage, policy.mode, gone)
-        clauses = []
-        if best.damaged is not None:
-            is_counted = view.steps[best.damaged].is_counted
-            clauses.append(
-                best_step.describe_damaged(
-                    best.damaged, values[best.damaged], is_counted=is_counted
-                )
-            )
-        if best.deleted is not None:
-            clauses.append(
-                best_step.describe_deleted(best.deleted, values[best.deleted])
-            )
+        clauses = best.describe_better(values, {}, counted)
         if best.good is not None and clauses:
             shown, end = _number(values[best.good]), best_step.end(policy.mode)
             text = f"best {name}: {shown}, {end}, at step {best.good}"

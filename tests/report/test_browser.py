@@ -135,7 +135,7 @@ def test_long_run_page_logs_nothing_and_fits(show, report):
         saves=tuple(report.saves[0]._replace(step=n) for n in many),
         metrics={
             f"metric_{m}": tuple(
-                measured._replace(step=n, value=math.sin(n / 999 + m), best=None)
+                measured._replace(step=n, value=math.sin(n / 999 + m), mode=None)
                 for n in many
             )
             for m in range(14)

@@ -41,7 +41,7 @@ def damage_journals(root):
 def ten_thousand_steps(root):
     report = gather(run_of(root, {1: {"m": 1.0}, 2: {"m": 0.5}}))
     steps = range(0, 100_000, 10)
-    values = tuple(MetricValue(n, math.sin(n / 999), True, None) for n in steps)
+    values = tuple(MetricValue(n, math.sin(n / 999), True) for n in steps)
     history = tuple(SavedStep(n, deleted=1.0, reason=f"why {n % 7}") for n in steps)
     saves = tuple(report.saves[0]._replace(step=n) for n in steps)
     return dataclasses.replace(

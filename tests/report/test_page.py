@@ -78,10 +78,8 @@ def test_shows_saved_metrics_and_marks_best(run):
     found = gather(run, keep=KEEP).metrics["eval/loss"]
     assert {m.step: m.value for m in found} == LOSSES
     assert {m.step for m in found if m.is_deleted} == LOSSES.keys() - LASTS
-    assert {m.step: m.best for m in found if m.best} == {
-        50: "best",
-        20: "among the best",
-    }
+    assert {m.step: m.mode for m in found if m.mode} == {50: "min"}
+    assert {m.step for m in found if m.is_ranked} == {50, 20}
     assert {m.step for m in found if m.stays} == LASTS
 
 
@@ -131,7 +129,7 @@ def test_report_marks_only_kept_steps_as_staying(run):
 def test_uses_policies_recorded_by_run(run):
     found = gather(run)
     assert found.policies == tuple(map(str, KEEP))
-    assert {m.best for m in found.metrics["eval/loss"] if m.step == 50} == {"best"}
+    assert [point.step for _, point in found.bests] == [50]
     reasons = {step.step: step.reason for step in found.history if not step.exists}
     assert reasons == dict.fromkeys(LOSSES.keys() - LASTS, "no policy keeps it")
     kept = {verdict.policy: verdict.kept for verdict in found.verdicts[30]}
@@ -154,7 +152,7 @@ def test_calls_nothing_best_without_policies(run):
     assert found.policies is None
     assert "The policies of the run are unknown" in _text(_report.page(found))
     values = found.metrics["eval/loss"]
-    assert {m.step: m.best for m in values if m.best} == {50: "lowest", 10: "highest"}
+    assert not any(m.mode or m.is_ranked for m in values)
 
 
 def test_seconds_of_saves_match_journal(run):
@@ -724,9 +722,7 @@ def _info(path, size):
 @example([-1.634266486238469e308] * 2, True)
 def test_curves_of_any_numbers_are_json_and_keep_extremes(values, is_long):
     values = values * (500 if is_long else 1)
-    series = [
-        MetricValue(10**9 + n, value, True, None) for n, value in enumerate(values)
-    ]
+    series = [MetricValue(10**9 + n, value, True) for n, value in enumerate(values)]
     drawn = _report.chart_data.curve("m", series)
     assert json.loads(json.dumps(drawn, allow_nan=False)) == drawn
     assert len(drawn["x"]) == len(drawn["y"]) == len(drawn["state"]) <= 1201
@@ -813,7 +809,7 @@ def test_page_of_many_steps_and_leaves_stays_small(run):
         saves=tuple(saves[n % 8]._replace(step=n) for n in range(3000)),
         metrics={
             f"metric_{n}": tuple(
-                measured[m % 6]._replace(step=m, best=None) for m in range(3000)
+                measured[m % 6]._replace(step=m, mode=None) for m in range(3000)
             )
             for n in range(30)
         },

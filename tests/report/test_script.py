@@ -678,7 +678,7 @@ def test_pointer_is_exact_on_curve_of_many_values(show, report):  # noqa: F811
     rng = np.random.default_rng(0)
     first = report.metrics["eval/loss"][0]
     values = tuple(
-        first._replace(step=100 * n, value=float(rng.normal()), best=None)
+        first._replace(step=100 * n, value=float(rng.normal()), mode=None)
         for n in range(1000)
     )
     opened = show(dataclasses.replace(report, metrics={"m": values}))
