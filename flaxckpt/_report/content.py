@@ -111,7 +111,6 @@ def _count_metrics(report: Report) -> Content:
     return {
         "steps": len({point.step for point in points}),
         "gone": len({point.step for point in points if point.is_deleted}),
-        "is_ranked": any(point.mode is not None for point in points),
         "drawn": len(report.drawn),
         "most": chart_data.MOST_METRICS,
         "missing": [name for name in report.metrics if name not in report.drawn][:5],

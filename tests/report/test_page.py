@@ -155,6 +155,15 @@ def test_calls_nothing_best_without_policies(run):
     assert not any(m.mode or m.is_ranked for m in values)
 
 
+def test_policy_of_metric_without_finite_value_is_known(tmp_path):
+    keep = [flaxckpt.policies.BestN(1, "loss", "min")]
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:
+        saved.save(1, {"w": np.ones(2)}, metrics={"loss": float("nan")})
+    text = _text(_report.page(gather(tmp_path / "run")))
+    assert "Never finite: loss." in text
+    assert "Only a policy defines" not in text
+
+
 def test_seconds_of_saves_match_journal(run):
     committed = {e["step"]: e for e in journal(run) if e["kind"] == "committed"}
     saves = gather(run).saves

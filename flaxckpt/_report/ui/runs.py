@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from flaxckpt import errors
+from flaxckpt import errors, policies
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report import chart_data, flight_recorder, templates
 from flaxckpt._report.content import Content
@@ -193,15 +193,11 @@ def _rank(reports: Mapping[str, Report], ranking: _Ranking) -> list[str]:
 
 def _find_best(report: Report, ranking: _Ranking) -> MetricValue | None:
     """Returns the best value of a metric at the steps that can be used."""
-    points = [
-        point
-        for point in report.metrics.get(ranking.metric or "", ())
-        if math.isfinite(point.value) and not point.is_bad and not point.is_deleted
-    ]
-    if ranking.metric is None or not points:
-        return None
-    pick = max if ranking.mode == "max" else min
-    return pick(points, key=lambda point: point.value)
+    points = report.metrics.get(ranking.metric or "", ())
+    usable = {p.step: p for p in points if not (p.is_bad or p.is_deleted)}
+    values = {step: point.value for step, point in usable.items()}
+    best = policies.rank(values, ranking.mode)[:1]
+    return usable[best[0]] if best and ranking.metric is not None else None
 
 
 _GROUPS = {
