@@ -132,12 +132,11 @@ def is_in_jax(dtype_name: str) -> bool:
     if dtype_name not in NOT_COMPUTED:
         return True
     import jax
+    import ml_dtypes
     import numpy as np
 
-    from flaxckpt._state import numpy_dtypes
-
     try:
-        jax.device_put(np.zeros((), numpy_dtypes.to_numpy(dtype_name)))
+        jax.device_put(np.zeros((), getattr(ml_dtypes, dtype_name)))
     except (TypeError, RuntimeError):
         return False
     return True
