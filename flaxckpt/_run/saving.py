@@ -173,7 +173,7 @@ class Saves:
 
         def emit_started(**details: Any) -> None:
             self._run.events.emit(
-                "started", step, path=path, overwrite=overwrite, **details
+                "started", step, path=path, overwrite=replaces, **details
             )
 
         return dataclasses.replace(
