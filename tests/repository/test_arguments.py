@@ -186,7 +186,10 @@ def test_rejects_invalid_transforms_everywhere(here, transforms, says):
     number_for_format=(lambda: Checkpointer("n", step_format=8), "a string such as"),
     bare_sink=(lambda: Checkpointer("n", sinks=print), "sinks must be a list, got the"),
     no_sinks=(lambda: Checkpointer("n", sinks=None), "sinks must be a list, got None"),
-    number_for_staging=(lambda: Checkpointer("n", staging=3), "wanted a path"),
+    number_for_staging=(
+        lambda: Checkpointer("n", staging=3),
+        "staging must be a directory",
+    ),
     a_policy_class=(
         lambda: Checkpointer("n", keep=[po.LatestN]),
         "contains the class LatestN instead of an instance",
