@@ -65,6 +65,8 @@ class SaveRequest:
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
         is_part: Whether `path` is this process's own, for its part of the step.
+        not_before: The earliest time of the save, in seconds since 1970: it is later
+            than the save that it replaces, even if the clocks are apart.
     """
 
     path: Path
@@ -87,6 +89,7 @@ class SaveRequest:
     sampler: _arrays.sample.Sampler | None = None
     is_item: bool = False
     is_part: bool = False
+    not_before: float = 0.0
 
     @property
     def overwrite(self) -> bool:

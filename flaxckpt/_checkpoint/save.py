@@ -205,7 +205,7 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
 @_util.gc_pause.pause()
 def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and copies the values of the state; raises errors of `save`."""
-    created = time.time()
+    created = max(time.time(), request.not_before)
     path, options, operation = request.path, request.options, request.operation
     transforms = _transforms.check(options.transforms)
     if not request.is_item and (operation is None or operation.is_first):

@@ -184,6 +184,7 @@ class Saves:
             count=counter.add,
             operation=operation,
             markers=self._run.markers_of_new(step, overwrite=replaces),
+            not_before=0.0 if tier is None else tier.earliest_time(step),
             sampler=_arrays.sample.Sampler() if self.has_statistics else None,
         )
 

@@ -94,6 +94,29 @@ def test_a_restore_makes_lost_copies_again():
         _lose_a_machine_after_another(nothing)
 
 
+def test_restores_the_newest_of_two_whole_saves_of_a_step():
+    with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["save"], is_calm=True)
+        for machines in (("m0", "m2"), ("m1", "m3")):
+            story.swap(*machines)
+        story.run_job(2, ["save"], is_calm=True)
+        story.run_job(4, ["restore"], is_calm=True)
+
+
+def test_a_save_is_newer_than_the_one_that_it_replaces_although_clocks_are_apart():
+    with runner.installed(tier), tier.story(1, copies=1, domain_size=1) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["save", "copies"], is_calm=True)
+        story.swap("m1", "m3")
+        story.files.failing[story.files.root / "run"] = 1.0
+        turns = ["restore", "overwrite", "copies"]
+        story.run_job(2, turns, is_calm=True, clock_secs=-9000.0)
+        story.swap("m0", "m1")
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["restore"], is_calm=True)
+
+
 def _damage(story, machine, file):
     (story.files.root / machine / "local" / "1" / file).write_bytes(b"damaged")
     story.ledger.lose(machine)

@@ -66,6 +66,7 @@ class Save:
             same time by two jobs, the later end replaces the other.
         has_ended: Whether it was acknowledged.
         is_damaged: Whether a file of it was changed.
+        is_restored: Whether its copies count files that a restore has not synced.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -74,7 +75,7 @@ class Save:
         self.disks = disks
         self.survives: int | None = None
         self.order = 0
-        self.has_ended = self.is_damaged = False
+        self.has_ended = self.is_damaged = self.is_restored = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -130,7 +131,8 @@ class Ledger:
             steps = {s.step for s in self.saves.values() if s.survives is not None}
             for other in self.saves.values():
                 # Retention deletes older steps at once, not when this one has copies.
-                if sum(step > other.step for step in steps) >= self.near:
+                is_old = sum(step > other.step for step in steps) >= self.near
+                if is_old or (other.step == save.step and other is not save):
                     other.survives = None
 
     def delete(self, step: int) -> None:
@@ -139,11 +141,14 @@ class Ledger:
             if save.step == step:
                 save.survives = None
 
-    def copy(self, save: Save, disks: dict[str, str], copies: int) -> None:
+    def copy(
+        self, save: Save, disks: dict[str, str], copies: int, *, is_restored: bool
+    ) -> None:
         """Notes that the parts of a save on these disks have all copies."""
-        if save.is_damaged:  # a restore does not verify the copies for others
+        # A restore does not verify the copies for others; a single process makes none.
+        if save.is_damaged or len(disks) == 1:
             return
-        save.disks = dict(disks)
+        save.disks, save.is_restored = dict(disks), is_restored
         save.survives = min(copies, len({*disks.values()}) - 1)
         self.world.record(f"copied: {save}", save.survives)
 
@@ -151,6 +156,12 @@ class Ledger:
         """Notes that a disk lost what it held."""
         for save in self.saves.values():
             if disk in save.disks:
+                save.disks[f"lost {disk}"] = save.disks.pop(disk)
+
+    def cut_power(self, disk: str) -> None:
+        """Notes that a disk lost what was not synced."""
+        for save in self.saves.values():
+            if save.is_restored and disk in save.disks:
                 save.disks[f"lost {disk}"] = save.disks.pop(disk)
 
     def forget(self, disk: str) -> None:
@@ -330,6 +341,7 @@ class _Program:
         self._index = script.job.index[self._world.task.process.pid]
         self._step = 0
         self._last: Save | None = None
+        self._restored: Save | None = None
         self._from_directory = 0
 
     def __call__(self) -> None:
@@ -380,7 +392,7 @@ class _Program:
 
     def _restore(self, number: int) -> Save:
         save = self._check_restored(self._checkpointer.restore(), _PARTS)
-        self._last = save
+        self._last = self._restored = save
         if self._from_directory:  # what no process had is not copied
             self._script.from_directory.add(save)
         return save
@@ -423,7 +435,12 @@ class _Program:
         save, script = self._last, self._script
         if save is None or save.survives is None or save in script.from_directory:
             return
-        self._ledger.copy(save, script.disks(), self._setting.copies)
+        self._ledger.copy(
+            save,
+            script.disks(),
+            self._setting.copies,
+            is_restored=save is self._restored,
+        )
 
     def _uploads(self, number: int) -> None:
         self._checkpointer.wait_for_uploads()
@@ -612,7 +629,13 @@ class Story:
         return ["restore", *self._random.choices(kinds, weights, k=size)]
 
     def run_job(
-        self, count: int, turns: list[str], *, is_calm: bool, pause: float | None = None
+        self,
+        count: int,
+        turns: list[str],
+        *,
+        is_calm: bool,
+        pause: float | None = None,
+        clock_secs: float = 0.0,
     ) -> Script:
         """Runs a job, and checks it.
 
@@ -622,11 +645,14 @@ class Story:
             is_calm: Whether there are no faults, so that the first turn, a restore,
                 must do what is promised.
             pause: The seconds before it starts; None to draw them.
+            clock_secs: The error of the clocks, unless the job is disturbed.
         """
         world, random = self.world, self._random
         pause = random.choice((0.0, 0.0, 700.0)) if pause is None else pause
         machines = self._machines[:count]
         script, processes = self._start_job(machines, turns, pause, is_calm=is_calm)
+        for process in processes:
+            process.clock_secs = clock_secs
         scripts = [script]
         present = {str(machine) for machine in machines}
         promised, far = self.ledger.promised(present), dict(self.ledger.far)
@@ -752,6 +778,7 @@ class Story:
             world.record(f"the disk of {machine}: {kind}")
             if kind == "power":
                 self.files.cut_power(disk, random)
+                self.ledger.cut_power(machine)
             elif kind == "gone":
                 self.lose(machine)
         if random.random() < 0.5:
@@ -765,7 +792,7 @@ class Story:
         if random.random() < 0.1:
             self._give_to_another_run(random.choice(self._machines))
         if random.random() < 0.3:
-            self._swap(*random.sample(self._machines, 2))
+            self.swap(*random.sample(self._machines, 2))
 
     def lose(self, machine: str) -> None:
         """Lets a machine lose its disk."""
@@ -783,7 +810,8 @@ class Story:
         self.run_job(len(self._machines) - 1, self._draw_turns(), is_calm=False)
         self.lose(machine)
 
-    def _swap(self, one: str, other: str) -> None:
+    def swap(self, one: str, other: str) -> None:
+        """Lets two machines swap their places."""
         self.world.record(f"{one} and {other} swap their disks")
         self._machines = [
             {one: other, other: one}.get(name, name) for name in self._machines

@@ -151,10 +151,12 @@ class PartTier:
         self._domains: Sequence[str] = ()
         self._keepers: Sequence[Sequence[int]] = ()
         self._sources: dict[Path, Sources] = {}
+        self._next_sources: dict[Path, list[Sources]] = {}
         self._guard = _util.forks.PerProcess(threading.Lock)
         self._waiting: list[_Waiting] = []
         self._ended: _util.threads.Latch | None = None
         self._failure: str | None = None
+        self._times: dict[int, int] = {}
         self.whole: set[int] = set()
         self.lost: set[int] = set()
         self.copied = Copied()
@@ -313,6 +315,9 @@ class PartTier:
             if any(not here.total for steps in held for here in steps.values()):
                 self._mend(held)
                 held = _exchange_held(operation, "mended", _find_held(paths))
+        self._times.clear()
+        for number, here in (each for steps in held for each in steps.items()):
+            self._times[number] = max(here.created, self._times.get(number, 0))
         unknown = {n for steps in held for n, here in steps.items() if not here.total}
         held = [{n: here for n, here in steps.items() if here.total} for steps in held]
         near = {step for steps in held for step in steps}
@@ -330,7 +335,7 @@ class PartTier:
         known = self.whole | {each.step for each in lost}
         lost += [Lost(number, ()) for number in sorted(unknown - known)]
         self.lost = {each.step for each in lost}
-        self._sources = {}
+        self._sources, self._next_sources = {}, {}
         candidates = []
         for step, save, holders, is_far in found:
             far = self._directory / names[step] if is_far else None
@@ -340,8 +345,10 @@ class PartTier:
                 continue
             path = self._root / self._format.name(step)
             sources = Sources(path, step, save, self._own, self._peers, holders, far)
-            self._sources[path] = sources
+            self._next_sources.setdefault(path, []).append(sources)
             candidates.append((step, path))
+        for path, (best, *_) in self._next_sources.items():
+            self._sources[path] = best
         return candidates, lost
 
     def _mend(self, held: Sequence[Mapping[int, Held]]) -> None:
@@ -375,6 +382,10 @@ class PartTier:
         """Returns True for a step of which other places may have files."""
         return path in self._sources
 
+    def earliest_time(self, step: int) -> float:
+        """Returns a time after the saves of a step that any process had."""
+        return self._times.get(step, 0) / 1e9 + 1e-3
+
     def missing_parts(self, path: Path) -> list[int]:
         """Returns the parts of a step that only the run directory has."""
         sources = self._sources.get(path)
@@ -391,10 +402,14 @@ class PartTier:
     def prepare(self, path: Path) -> None:
         """Copies the metadata of a step, if this process lacks it.
 
+        Several saves of a step are at one path: each call takes the next, best first.
+
         Raises:
             DamagedCheckpointError: No peer has it.
         """
         self.copied = Copied()
+        if saves := self._next_sources.get(path):
+            self._sources[path] = saves.pop(0)
         if (sources := self._sources.get(path)) is not None:
             peer_copies.copy_metadata(sources, self._mode)
 
