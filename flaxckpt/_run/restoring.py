@@ -220,7 +220,7 @@ class Restores:
         reasons: dict[int, str] = {}
         for number, missing in lost:
             if step in (None, number) and number > newest:
-                why = "the list of its parts is damaged at all processes"
+                why = "the list of its parts, PARTS, is damaged at all processes"
                 if missing:
                     why = f"the parts of {parts.names_of(missing)} are at no process"
                 reasons[number] = why
@@ -230,7 +230,13 @@ class Restores:
         if not candidates:
             if not reasons:
                 raise self._no_step_error(operation, step)
-            raise errors.CheckpointNotFoundError(
+            is_damaged = any(not missing for _, missing in lost)
+            kind = (
+                errors.DamagedCheckpointError
+                if is_damaged
+                else errors.CheckpointNotFoundError
+            )
+            raise kind(
                 f"no step of {self._run.directory} is whole: of\n"
                 + errors.rows(f"step {n}, {why}" for n, why in reasons.items())
                 + "\nand the run directory does not have them. Start as many processes"
