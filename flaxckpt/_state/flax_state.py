@@ -414,7 +414,9 @@ def empty_attribute(
 def _children(node: Any) -> dict[LeafPath, Any] | None:
     """Returns the children of an NNX object or container; None if it has none."""
     if is_object(node):
-        return {state_tree.escape(name): value for name, value in vars(node).items()}
+        # Those of an nnx.List are numbers in older versions of Flax.
+        inner = vars(node).items()
+        return {state_tree.escape(str(name)): value for name, value in inner}
     if isinstance(node, loaded_nnx().Variable):
         return None
     return dict(_flatten_top(node)[0]) or None
