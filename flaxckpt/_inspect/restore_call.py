@@ -15,7 +15,7 @@ from flaxckpt._util import humanize
 from flaxckpt.transforms import Transform
 
 
-class Restore(NamedTuple):
+class RestoreCall(NamedTuple):
     """A restore of a checkpoint into the state `target`.
 
     Attributes:

@@ -14,7 +14,7 @@ from flaxckpt.cli._parameters import Argument, Option
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import RestorePlan
     from flaxckpt._inspect.plan_damage import PlanDamage
-    from flaxckpt._inspect.restore_call import Restore
+    from flaxckpt._inspect.restore_call import RestoreCall
     from flaxckpt._suggest.suggestion import Suggestion
     from flaxckpt.transforms import Transform
 
@@ -118,7 +118,7 @@ def plan(
     if as_source:
         state.check_source("TARGET")
     at = _app.locate_step(path, step, step_format)
-    restore = _inspect.restore_call.Restore(
+    restore = _inspect.restore_call.RestoreCall(
         *at, state, changes, optimizer, missing, unused, as_source
     )
     if suggest:
@@ -140,14 +140,14 @@ def plan(
     return _app.SUCCESS if planned.is_good else _app.FINDING
 
 
-def _find_map(map: str, restore: Restore) -> list[Transform]:
+def _find_map(map: str, restore: RestoreCall) -> list[Transform]:
     """Returns the transforms of a published model."""
     from flaxckpt._maps import named
 
     return [*named.find_for_state(map, restore.path, restore.target.state)]
 
 
-def _plan_guess(restore: Restore, *, json: bool) -> int:
+def _plan_guess(restore: RestoreCall, *, json: bool) -> int:
     """Prints guessed transforms and the plan with them; returns the exit code."""
     from flaxckpt import _suggest
 
@@ -188,7 +188,7 @@ def _change_command(**options: Any) -> str:
     return _app.command_line(**options)
 
 
-def _write_call(restore: Restore) -> _Remedy:
+def _write_call(restore: RestoreCall) -> _Remedy:
     """Returns the call in Python of a restore."""
     names = restore.write_import()
     purpose = f"In Python ({names})" if names else "In Python"
@@ -201,12 +201,12 @@ class _Planned(NamedTuple):
     `damage` is also that of files that the restore would not read; None for none.
     """
 
-    restore: Restore
+    restore: RestoreCall
     plan: RestorePlan
     damage: PlanDamage | None
 
     @staticmethod
-    def of(restore: Restore) -> _Planned:
+    def of(restore: RestoreCall) -> _Planned:
         """Returns the plan of a restore."""
         from flaxckpt import _inspect
 

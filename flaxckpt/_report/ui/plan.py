@@ -19,7 +19,7 @@ from flaxckpt._util import html
 
 if TYPE_CHECKING:
     from flaxckpt._checkpoint.plan import Action, RestorePlan
-    from flaxckpt._inspect.restore_call import Restore
+    from flaxckpt._inspect.restore_call import RestoreCall
 
 _MOST_ROWS = 500
 
@@ -72,7 +72,7 @@ class _Asked(NamedTuple):
     place: Location
     into: Location
     query: Query
-    restore: Restore
+    restore: RestoreCall
     target_step: int | None
 
     def address(self, view: str, **fields: object) -> html.Markup:
@@ -134,7 +134,7 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
     is_source = chosen["source"] is not None
     if is_source:
         target.check_source(into.name)
-    restore = _inspect.restore_call.Restore(
+    restore = _inspect.restore_call.RestoreCall(
         str(place.path),
         query.number("step"),
         target,
