@@ -230,17 +230,20 @@ class Restores:
         if not candidates:
             if not reasons:
                 raise self._no_step_error(operation, step)
-            is_damaged = any(not missing for _, missing in lost)
-            kind = (
-                errors.DamagedCheckpointError
-                if is_damaged
-                else errors.CheckpointNotFoundError
-            )
-            raise kind(
+            text = (
                 f"no step of {self._run.directory} is whole: of\n"
                 + errors.rows(f"step {n}, {why}" for n, why in reasons.items())
-                + "\nand the run directory does not have them. Start as many processes"
-                " as saved them, with their staging directories."
+                + "\nand the run directory does not have them."
+            )
+            # Only of the steps asked for: others do not matter here.
+            if any(number in reasons and not missing for number, missing in lost):
+                raise errors.DamagedCheckpointError(
+                    f"{text} To go on without a damaged step, call delete(step) in all"
+                    " processes."
+                )
+            raise errors.CheckpointNotFoundError(
+                f"{text} Start as many processes as saved them, with their staging"
+                " directories."
             )
         return candidates
 
