@@ -37,6 +37,7 @@ _LEAST_BYTES_PER_SEC = 2**18
 _AT_ONCE = 2**20
 _NAMES_AT_ONCE = 50
 _SIZES = "File-Sizes"
+_IDENTITIES = "File-Identities"
 _RANGE = re.compile(r"bytes=(\d{1,18})-")
 
 
@@ -127,14 +128,40 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     # Else a small file waits until the client confirms the header: up to 40 ms.
     disable_nagle_algorithm = True
 
-    def do_GET(self) -> None:
+    def do_HEAD(self) -> None:
+        """Sends text for each file that differs for other files and contents."""
+        if not self._is_allowed():
+            return
+        found: list[str | None] = []
+        for name in self._names():
+            if (file := open_file(self.root, name)) is None:
+                found.append(None)
+                continue
+            with file:
+                status = os.fstat(file.fileno())
+            found.append(str(_storage.files.identity(status)))
+        self.send_response(200)
+        self.send_header(_IDENTITIES, json.dumps(found))
+        self.end_headers()
+
+    def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-            self.send_error(403)
+        if hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            return True
+        self.send_error(403)
+        return False
+
+    def _names(self) -> Sequence[str]:
+        """Returns the names of small files in a request; none for a large file."""
+        _, _, query = self.path.partition("?")
+        return urllib.parse.parse_qs(query, True).get("name", ())
+
+    def do_GET(self) -> None:
+        if not self._is_allowed():
             return
         path, _, query = self.path.partition("?")
         if query:
-            self._send_files(urllib.parse.parse_qs(query, True).get("name", ()))
+            self._send_files(self._names())
             return
         if (file := open_file(self.root, urllib.parse.unquote(path[1:]))) is None:
             self.send_error(404)
@@ -220,11 +247,8 @@ class PeerConnection:
             OSError: The peer is gone, slow, or sends something else.
         """
         found: dict[str, bytes] = {}
-        rest = [*names]
-        while rest:
-            some, rest = rest[:_NAMES_AT_ONCE], rest[_NAMES_AT_ONCE:]
-            query = urllib.parse.urlencode([("name", name) for name in some])
-            with self._response(f"?{query}", some[0], 0) as response:
+        for query, some in _queries(names):
+            with self._response(query, some[0], 0) as response:
                 sizes = _read_sizes(response, some, max_bytes)
                 content = bytearray()
                 for part in self._receive(some[0], response, sum(sizes.values())):
@@ -232,6 +256,20 @@ class PeerConnection:
             for name, size in sizes.items():
                 found[name] = bytes(content[:size])
                 del content[:size]
+        return found
+
+    def identify(self, names: Iterable[str]) -> dict[str, str]:
+        """Returns those of the files that the peer has: name -> its identity there.
+
+        Two names have the same identity if they are hard links to one file.
+
+        Raises:
+            OSError: The peer is gone, slow, or sends something else.
+        """
+        found: dict[str, str] = {}
+        for query, some in _queries(names):
+            with self._response(query, some[0], 0, method="HEAD") as response:
+                found |= _read_header(response, _IDENTITIES, some)
         return found
 
     def copy(self, name: str, target: Path, size: int) -> Iterator[memoryview]:
@@ -284,13 +322,13 @@ class PeerConnection:
 
     @contextlib.contextmanager
     def _response(
-        self, url: str, name: str, start: int
+        self, url: str, name: str, start: int, *, method: str = "GET"
     ) -> Iterator[http.client.HTTPResponse]:
         headers = {"Authorization": f"Bearer {self._peer.token}"}
         if start:
             headers["Range"] = f"bytes={start}-"
         try:
-            self._http.request("GET", f"/{url}", headers=headers)
+            self._http.request(method, f"/{url}", headers=headers)
             with self._http.getresponse() as response:
                 if response.status == 404:
                     raise FileNotFoundError(f"{name} is not at the peer")
@@ -305,6 +343,30 @@ class PeerConnection:
             raise
 
 
+def _queries(names: Iterable[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yields queries for some names at a time, and these names."""
+    rest = [*names]
+    while rest:
+        some, rest = rest[:_NAMES_AT_ONCE], rest[_NAMES_AT_ONCE:]
+        yield "?" + urllib.parse.urlencode([("name", name) for name in some]), some
+
+
+def _read_header(
+    response: http.client.HTTPResponse, header: str, names: Sequence[str]
+) -> dict[str, Any]:
+    """Returns name -> value in a header with one value for each file that exists.
+
+    Raises:
+        OSError: It is not an answer to a request for these files.
+    """
+    try:
+        values = json.loads(response.headers.get(header, ""))
+        pairs = zip(names, values, strict=True)
+        return {name: value for name, value in pairs if value is not None}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise OSError(f"{names[0]}: the peer sends no {header}: {error}") from None
+
+
 def _read_sizes(
     response: http.client.HTTPResponse, names: Sequence[str], max_bytes: int
 ) -> dict[str, int]:
@@ -314,10 +376,9 @@ def _read_sizes(
         OSError: It is not an answer to a request for these files, or one is too large.
     """
     try:
-        sizes = json.loads(response.headers.get(_SIZES, ""))
-        pairs = zip(names, sizes, strict=True)
-        found = {name: int(size) for name, size in pairs if size is not None}
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        values = _read_header(response, _SIZES, names)
+        found = {name: int(size) for name, size in values.items()}
+    except (ValueError, TypeError, OverflowError) as error:
         raise OSError(f"{names[0]}: the peer sends no sizes: {error}") from None
     for name, size in found.items():
         if not 0 <= size <= max_bytes:

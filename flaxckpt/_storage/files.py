@@ -8,6 +8,7 @@ are refused. Hard links look like any file.
 from __future__ import annotations
 
 import errno
+import filecmp
 import functools
 import hashlib
 import os
@@ -158,6 +159,22 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_equal(old: Path, file: Path, new: Path) -> bool:
+    """Makes `new` a hard link to the file `old` if its content equals that of `file`.
+
+    Returns True if the link was made.
+    """
+    try:
+        is_regular = stat.S_ISREG(os.lstat(old).st_mode)
+        if not is_regular or not filecmp.cmp(old, file, shallow=False):
+            return False
+        os.link(old, new, follow_symlinks=False)
+    # No support of the file system or the platform, too many links, or `old` is gone.
+    except (OSError, NotImplementedError, AttributeError):
+        return False
+    return True
 
 
 def make_parents(root: Path, file: PurePath | str) -> None:

@@ -129,6 +129,16 @@ def save_planned(ckpt, rank, given):
     return dataclasses.asdict(planned)
 
 
+def save_partly_changed(ckpt, rank, given, first, last):
+    """Saves a state of which a leaf changes from step to step."""
+    state = planned_state()
+    for step in range(first, last + 1):
+        changed = jax.tree.map(lambda leaf, n=step: leaf + n, state["small"])
+        ckpt.save(step, state | {"small": changed}).wait()
+        ckpt.wait_for_copies()
+        ckpt.wait_for_uploads()
+
+
 def restore_planned(ckpt, rank, given):
     for leaf in jax.tree.leaves(ckpt.restore(planned_state())):
         value = np.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype)
@@ -274,6 +284,7 @@ DO = {
         save,
         save_other,
         save_planned,
+        save_partly_changed,
         restore_planned,
         save_with_copies,
         copy_at_low_priority,

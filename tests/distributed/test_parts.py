@@ -301,6 +301,30 @@ def test_losing_disk_of_process_0_loses_no_step(tmp_path):
         ).exists()
 
 
+def test_links_unchanged_files_of_copies_and_uploads(tmp_path):
+    run(tmp_path, ["save_partly_changed", 1, 2], copies=1, keep=2)
+    run(tmp_path, ["save_partly_changed", 3, 3], copies=1, keep=3)  # others know of 2
+    for tier in ("local-0", "local-1", "run"):
+        for writer in (0, 1):
+            for name in (f"{writer}.0/split", f"{writer}.small.0"):
+                inodes = {
+                    (tmp_path / tier / f"{step}/state/d" / name).stat().st_ino
+                    for step in (1, 2, 3)
+                }
+                assert len(inodes) == (1 if name.endswith("split") else 3), name
+        assert flaxckpt.verify(tmp_path / tier / "3").ok
+
+
+@pytest.mark.slow
+def test_copies_damaged_file_instead_of_linking_it(tmp_path):
+    run(tmp_path, ["save_partly_changed", 1, 1], copies=1, keep=2)
+    flip(tmp_path / "local-0/1/state/d/1.0/split")  # the copy of the part of process 1
+    flip(tmp_path / "run/1/state/d/0.0/split")
+    run(tmp_path, ["save_partly_changed", 2, 2], copies=1, keep=2)
+    for tier in ("local-0", "local-1", "run"):
+        assert flaxckpt.verify(tmp_path / tier / "2").ok
+
+
 @pytest.mark.slow
 def test_places_copies_in_other_failure_domains(tmp_path):
     do = [["save", 1], ["wait_for_copies"]]

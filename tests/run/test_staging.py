@@ -144,6 +144,25 @@ def test_run_on_two_tiers_matches_run_without_staging(store_path, tmp_path, kind
     assert train(path, 9, **staged)[1] == 9
 
 
+@pytest.mark.parametrize("permissions", [None, 0o750])
+def test_links_unchanged_files_in_directory(tmp_path, permissions):
+    """Those of a frozen array, unless the directory has the file with another mode."""
+    frozen, same = jnp.arange(2**19, dtype=jnp.float32), []
+    for step, mode in enumerate((permissions, permissions, 0o700)):
+        # Each resume knows nothing of the files before.
+        with flaxckpt.Checkpointer(
+            tmp_path / "run", staging=tmp_path / "ssd", permissions=mode
+        ) as ckpt:
+            ckpt.save(step, {"frozen": frozen, **state(step)})
+            ckpt.wait_for_uploads()
+        same.append(tmp_path / f"run/{step}/state/d/0.0/frozen")
+    assert same[0].samefile(same[1])
+    assert not same[1].samefile(same[2])
+    for step in range(3):
+        assert flaxckpt.verify(tmp_path / f"run/{step}").ok
+        assert flaxckpt.load(tmp_path / "run", step=step)["n"] == step
+
+
 def test_saves_durably_in_directory_without_staging(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as ckpt:
         assert ckpt.save(1, state(1)).wait().tier == "directory"

@@ -6,13 +6,14 @@ above, the requests and the checks of the answers, is the real code.
 
 import http.client
 import json
+import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
-from flaxckpt import _util
+from flaxckpt import _storage, _util
 from flaxckpt._distributed import peer_files
 from verification.simulation import kernel
 
@@ -101,7 +102,7 @@ class _Connection:
         self._port = port
         self._timeout = timeout
         self._fault: str | None = None
-        self._request: tuple[str, Mapping[str, str]] = "", {}
+        self._request: tuple[str, str, Mapping[str, str]] = "", "", {}
 
     def request(self, method: str, url: str, headers: Mapping[str, str]) -> None:
         network = _network()
@@ -118,7 +119,7 @@ class _Connection:
             raise ConnectionRefusedError("connection refused")
         if frozenset((_machine(), server.process.machine)) in network.apart:
             self._fault = "silent"
-        self._request = url, headers
+        self._request = method, url, headers
 
     def getresponse(self) -> "_Response":
         network = _network()
@@ -133,15 +134,20 @@ class _Connection:
             raise ConnectionResetError("reset by the peer")
         if self._fault == "status":
             return _Response(server, world.random.choice((200, 206, 403, 500)), b"")
-        url, headers = self._request
+        method, url, headers = self._request
         assert headers["Authorization"] == f"Bearer {server.peer.token}"
         path, _, query = url.partition("?")
         if query:
             names = urllib.parse.parse_qs(query)["name"]
+            if method == "HEAD":
+                found = [_identify(server, name) for name in names]
+                if self._fault == "wrong bytes":
+                    found = ["the same"] * len(found)
+                return _Response(server, 200, b"", self._fault, identities=found)
             contents = [_read(server, name) for name in names]
             sizes = [None if content is None else len(content) for content in contents]
             sent = b"".join(filter(None, contents))
-            return _Response(server, 200, sent, self._fault, sizes)
+            return _Response(server, 200, sent, self._fault, sizes=sizes)
         content = _read(server, urllib.parse.unquote(path[1:]))
         if content is None:
             return _Response(server, 404, b"")
@@ -159,6 +165,13 @@ def _read(server: FileServer, name: str) -> bytes | None:
         return file.read()
 
 
+def _identify(server: FileServer, name: str) -> str | None:
+    if (file := peer_files.open_file(server.root, name)) is None:
+        return None
+    with file:
+        return str(_storage.files.identity(os.fstat(file.fileno())))
+
+
 class _Response:
     """Stands in for `http.client.HTTPResponse`, and for its file."""
 
@@ -168,11 +181,16 @@ class _Response:
         status: int,
         content: bytes,
         fault: str | None = None,
+        *,
         sizes: list[int | None] | None = None,
+        identities: list[str | None] | None = None,
     ) -> None:
         random = _network().world.random
         self.fp = self
-        self.headers = {"File-Sizes": json.dumps(sizes)}
+        self.headers = {
+            "File-Sizes": json.dumps(sizes),
+            "File-Identities": json.dumps(identities),
+        }
         self.status = status
         self.length: int | None = len(content)
         self._server = server

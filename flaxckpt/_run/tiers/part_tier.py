@@ -344,12 +344,20 @@ class PartTier:
                 candidates.append((step, far))
                 continue
             path = self._root / self._format.name(step)
-            sources = Sources(path, step, save, self._own, self._peers, holders, far)
+            earlier = self._earlier(path)
+            sources = Sources(
+                path, step, save, self._own, self._peers, holders, far, earlier
+            )
             self._next_sources.setdefault(path, []).append(sources)
             candidates.append((step, path))
         for path, (best, *_) in self._next_sources.items():
             self._sources[path] = best
         return candidates, lost
+
+    def _earlier(self, path: Path) -> list[Path]:
+        """Returns the other steps of this process, newest first."""
+        paths = self._index.paths()
+        return [paths[n] for n in sorted(paths, reverse=True) if paths[n] != path]
 
     def _mend(self, held: Sequence[Mapping[int, Held]]) -> None:
         """Copies the metadata of steps here whose marker of parts is damaged."""
@@ -547,7 +555,10 @@ class PartTier:
             save, known = parts.identify(path), parts.find_parts(path)
             if save is None:
                 raise FileNotFoundError(f"{path} was deleted")
-            sources = Sources(path, step, save, self._own, self._peers, holders)
+            earlier = self._earlier(path)
+            sources = Sources(
+                path, step, save, self._own, self._peers, holders, None, earlier
+            )
             wanted = [name for part in mine for name in known.files[part]]
             copied = peer_copies.copy_parts(sources, wanted, self._mode, pace=pace)
         except (OSError, ValueError, errors.CheckpointError) as error:

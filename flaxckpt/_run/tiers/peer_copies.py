@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +42,7 @@ class Sources(NamedTuple):
         peers: The servers of all processes.
         holders: Part -> the processes that have it.
         far: The same step in the run directory; None without.
+        earlier: Other steps in the directory of this process, newest first.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Sources(NamedTuple):
     peers: Sequence[Peer]
     holders: Mapping[int, Sequence[int]]
     far: Path | None = None
+    earlier: Sequence[Path] = ()
 
     def others(self, part: int | None = None) -> list[int]:
         """Returns the other processes with a part, or with any, in the order to ask."""
@@ -58,12 +61,23 @@ class Sources(NamedTuple):
         first = parts.first_source(self.own, part or 0, len(found))
         return found[first:] + found[:first]
 
+    def far_files(self, name: str) -> list[Path]:
+        """Returns the file in the run directory, if the step is there."""
+        return [] if self.far is None else [self.far / name]
+
 
 class Copied(NamedTuple):
-    """Bytes of parts that were copied into the directory of this process."""
+    """Bytes of parts that the directory of this process has got.
+
+    Attributes:
+        from_peers: From other processes.
+        from_directory: From the run directory.
+        unchanged: By hard links to files of other steps here.
+    """
 
     from_peers: int = 0
     from_directory: int = 0
+    unchanged: int = 0
 
     def __add__(self, other: Copied) -> Copied:  # type: ignore[override]
         return Copied(*map(sum, zip(self, other, strict=True)))
@@ -245,12 +259,12 @@ class _Request(NamedTuple):
     Attributes:
         name: Its path in the step.
         size: Bytes.
-        places: The processes that have it; None is the run directory.
+        places: The processes that have it, and other files with its content.
     """
 
     name: str
     size: int
-    places: list[int | None]
+    places: list[int | Path]
 
 
 def copy_parts(
@@ -281,14 +295,14 @@ def copy_parts(
     path, requests = sources.path, []
     known = parts.find_parts(path)
     for part, files in enumerate(known.files):
-        places: list[int | None] = [*sources.others(part)]
-        places += [None] * (sources.far is not None)
+        others = sources.others(part)
         requests += [
-            _Request(_check_name(name), size, list(places))
+            _Request(_check_name(name), size, [*others, *sources.far_files(name)])
             for name, size in files.items()
             if name in wanted
             and (name in damaged or parts.file_size(path / name) != size)
         ]
+    _find_unchanged(sources, requests)
     copied = (
         _copy_all(sources, requests, mode, is_durable, pace) if requests else Copied()
     )
@@ -302,6 +316,36 @@ def copy_parts(
             _storage.files.sync_directory(path / above)
         _storage.files.sync_directory(path.parent)
     return copied
+
+
+def _find_unchanged(sources: Sources, requests: Sequence[_Request]) -> None:
+    """Adds files of other steps here that are the file at its first process, too.
+
+    There, both steps then have hard links to one file.
+    """
+    found: dict[int, list[tuple[_Request, Path]]] = {}
+    for request in requests:
+        if request.places and isinstance(process := request.places[0], int):
+            found.setdefault(process, []).extend(
+                (request, step)
+                for step in sources.earlier
+                if parts.file_size(step / request.name) == request.size
+            )
+    for process, pairs in found.items():
+        try:
+            with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
+                known = peer.identify(
+                    f"{path.name}/{request.name}"
+                    for request, step in pairs
+                    for path in (sources.path, step)
+                )
+        except OSError as error:  # it is asked for the files next
+            _log.info("process %d: %s", process, error)
+            continue
+        for request, step in pairs:
+            new = known.get(f"{sources.path.name}/{request.name}")
+            if new is not None and new == known.get(f"{step.name}/{request.name}"):
+                request.places.insert(0, step / request.name)
 
 
 def _copy_all(
@@ -367,30 +411,37 @@ def _copy_round(
     copied = Copied()
     for name, size, places in left:
         place, _ = tried[name]
-        is_far = place is None
         if name not in faults:
-            copied += Copied(size * (not is_far), size * is_far)
+            copied += (
+                Copied(from_peers=size)
+                if isinstance(place, int)
+                else Copied(from_directory=size)
+                if place in sources.far_files(name)
+                else Copied(unchanged=size)
+            )
             continue
         if parts.file_size(aside / name) == size:  # damaged: the next begins again
             (aside / name).unlink()
             if name in begun:  # perhaps in what came from another place
                 places.insert(0, place)
-        where = sources.far if is_far else f"process {place}"
+        where = f"process {place}" if isinstance(place, int) else place
         _log.warning("step %d: %s from %s: %s", sources.step, name, where, faults[name])
     return copied, [request for request in left if request.name in faults]
 
 
 def _copy(
-    sources: Sources, name: str, target: Path, process: int | None, size: int
+    sources: Sources, name: str, target: Path, place: int | Path, size: int
 ) -> Iterator[memoryview]:
-    """Copies a file from a process, or the run directory, and yields its content."""
-    if process is not None:
-        with _distributed.peer_files.PeerConnection(sources.peers[process]) as peer:
+    """Copies a file from one of its places, and yields its content."""
+    if isinstance(place, int):
+        with _distributed.peer_files.PeerConnection(sources.peers[place]) as peer:
             yield from peer.copy(f"{sources.path.name}/{name}", target, size)
         return
-    far = sources.far
-    assert far is not None, name
+    if sources.far is None or place not in sources.far_files(name):
+        os.link(place, target, follow_symlinks=False)
+        yield from _storage.of(target).stream(target, target.parent, size)
+        return
     with target.open("wb") as file:
-        for part in _storage.of(far).stream(far / name, far, size):
+        for part in _storage.of(place).stream(place, sources.far, size):
             file.write(part)
             yield part

@@ -94,6 +94,7 @@ def make(
     final: Path,
     *,
     overwrite: bool,
+    earlier: Path | None = None,
     mode: int | None = None,
     operation: Operation | None = None,
 ) -> int:
@@ -103,6 +104,8 @@ def make(
         path: The step in staging.
         final: The path of the step in the run directory.
         overwrite: Whether to replace an existing step.
+        earlier: Another step of the run directory, for hard links to files of arrays
+            that are equal; None for none.
         mode: Mode of the directories, from which the mode of the files follows; None
             for the umask's.
         operation: An operation of all processes, each of which copies parts of the
@@ -111,11 +114,14 @@ def make(
     Raises:
         DamagedCheckpointError: The step is damaged here, or no process has a part.
     """
+    names: Collection[str] = ()
     if operation is None:
         if why := _checkpoint.verify.find_damage(path, None):
             raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
         if (held := find_held(path)) is not None:
-            _assign(path, range(len(find_parts(path).files)), [held.parts])
+            files = find_parts(path).files
+            _assign(path, range(len(files)), [held.parts])
+            names = [name for part in files for name in part]
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
@@ -125,18 +131,41 @@ def make(
     marks = _steps.markers.for_new_step(final, temporary=is_temporary)
     marks |= _steps.markers.pin_of(path)
     with _checkpoint.commit.replacing(final, overwrite=overwrite, mode=mode) as new:
-        copied: frozenset[str] = frozenset()
-        if operation is not None:
-            copied = _copy_parts(path, new.directory, operation)
+        copied = (
+            _link_equal(path, new.directory, earlier, names)
+            if operation is None
+            else _copy_parts(path, new.directory, earlier, operation)
+        )
         marker = new.copy(path, lambda name: _belongs(name) and str(name) not in copied)
         new.write(marks)
         return new.commit(marker).size
 
 
+def _link_equal(
+    path: Path, target: Path, earlier: Path | None, names: Collection[str]
+) -> frozenset[str]:
+    """Makes hard links to the files of an earlier step that are equal.
+
+    Returns the names of these files.
+    """
+    linked: set[str] = set()
+
+    def link(name: str) -> None:
+        assert earlier is not None, name
+        _storage.files.make_parents(target, name)
+        if _storage.files.link_equal(earlier / name, path / name, target / name):
+            linked.add(name)
+
+    _util.threads.each(link, names if earlier else (), threads=_THREADS)
+    return frozenset(linked)
+
+
 # ---- steps in parts --------------------------------------------------------------
 
 
-def _copy_parts(path: Path, target: Path, operation: Operation) -> frozenset[str]:
+def _copy_parts(
+    path: Path, target: Path, earlier: Path | None, operation: Operation
+) -> frozenset[str]:
     """Has processes copy the parts of a step; returns the names of the files.
 
     Each process verifies the parts that it copies. A part that is damaged there is
@@ -148,7 +177,8 @@ def _copy_parts(path: Path, target: Path, operation: Operation) -> frozenset[str
     if (held := find_held(path)) is None or not peer_copies.has_metadata(path):
         raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
     files = find_parts(path).files
-    message = json.dumps([path.name, held.save, str(target)])
+    near = earlier and str(earlier)
+    message = json.dumps([path.name, held.save, str(target), near])
     operation.first("next", lambda: message)
     rows = operation.gather("held", json.dumps(held.parts))
     sound = [{*json.loads(row)} for row in rows]
@@ -157,7 +187,7 @@ def _copy_parts(path: Path, target: Path, operation: Operation) -> frozenset[str
         assigned = _assign(path, missing, sound)
         operation.first(f"copy {turn}", functools.partial(json.dumps, assigned))
         try:
-            damaged = _copy_sound(path, target, assigned[0], operation)
+            damaged = _copy_sound(path, target, earlier, assigned[0], operation)
             rows = operation.gather(f"copied {turn}", json.dumps(damaged))
         except BaseException as error:  # others may still write there
             operation.fail(error, stage=f"copied {turn}")
@@ -201,7 +231,11 @@ def _assign(
 
 
 def _copy_sound(
-    path: Path, target: Path, parts: Sequence[int], operation: Operation
+    path: Path,
+    target: Path,
+    earlier: Path | None,
+    parts: Sequence[int],
+    operation: Operation,
 ) -> list[int]:
     """Copies the undamaged parts of those given; returns the damaged ones."""
     if not parts:
@@ -215,12 +249,14 @@ def _copy_sound(
     damaged = [part for part in parts if not faults.keys().isdisjoint(files[part])]
     names = [n for part in parts if part not in damaged for n in files[part]]
 
+    linked = _link_equal(path, target, earlier, names)
+
     def copy(name: str) -> None:
         operation.check()
         _storage.files.make_parents(target, name)
         _storage.of(target).copy_file(path / name, target / name)
 
-    _util.threads.each(copy, names, threads=_THREADS)
+    _util.threads.each(copy, [n for n in names if n not in linked], threads=_THREADS)
     directories = {str(Path(name).parent) for name in names}
     paths = [target / name for name in (*names, *directories)]
     _storage.of(target).sync_files(paths, _THREADS)
@@ -239,8 +275,9 @@ def help_copy(
     Returns:
         The step, and its upload marker before; None if another save is there.
     """
-    name, save, text = json.loads(operation.first("next", str))
-    path, target = staging / str(name), _storage.paths.resolve(text)
+    name, save, *texts = json.loads(operation.first("next", str))
+    path = staging / str(name)
+    target, earlier = (text and _storage.paths.resolve(text) for text in texts)
     held = find_held(path)
     is_same = held is not None and held.save == save
     marker = _steps.markers.read_upload_marker(path) if is_same else None
@@ -249,7 +286,8 @@ def help_copy(
         assigned = json.loads(operation.first(f"copy {turn}", str))
         if assigned is None:
             break
-        damaged = _copy_sound(path, target, assigned[operation.index], operation)
+        mine = assigned[operation.index]
+        damaged = _copy_sound(path, target, earlier, mine, operation)
         operation.report(f"copied {turn}", json.dumps(damaged))
     operation.first("committed", str, is_patient=True)
     return path, marker

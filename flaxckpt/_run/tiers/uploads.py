@@ -436,20 +436,20 @@ class Uploads:
         if not overwrite:
             self._check_free(path, final)
         try:
+            make = functools.partial(
+                upload_copies.make,
+                path,
+                final,
+                overwrite=overwrite,
+                earlier=self._find_linkable(final),
+                mode=self._mode,
+            )
             is_in_parts = _steps.markers.read_parts(path) is not None
             if self._processes is None or not is_in_parts:
-                return upload_copies.make(
-                    path, final, overwrite=overwrite, mode=self._mode
-                )
+                return make()
             operation = self._processes.call("upload", f"the upload of {path.name}")
             with _distributed.agreement.closing(operation):
-                size = upload_copies.make(
-                    path,
-                    final,
-                    overwrite=overwrite,
-                    mode=self._mode,
-                    operation=operation,
-                )
+                size = make(operation=operation)
                 operation.first("committed", str)
             return size
         except FileExistsError:
@@ -457,6 +457,21 @@ class Uploads:
             if not overwrite:
                 self._check_free(path, final)
             raise
+
+    def _find_linkable(self, final: Path) -> Path | None:
+        """Returns the newest other step of the run directory, to link its files."""
+        if not _storage.of(final).can_rename:  # nor link
+            return None
+        others = {n: path for n, path in self.last_listed.items() if path != final}
+        earlier = others[max(others)] if others else None
+        with contextlib.suppress(OSError):
+            # All names of a file share its mode.
+            if earlier is not None and self._mode in (
+                None,
+                _storage.modes.of_directory(earlier),
+            ):
+                return earlier
+        return None
 
     def _check_free(self, path: Path, final: Path) -> None:
         """Raises _TakenError if the run directory has another step of the number."""
