@@ -336,7 +336,7 @@ class Restores:
                 self._update_markers(number, path, left_out)
                 self._warn_of_older(number, [*marked, *(n for n, _ in left_out)])
                 if self._run.part_tier is not None:
-                    self._run.part_tier.copy_again(number, path, self._processes)
+                    self._run.part_tier.keep_restored(number, path, self._processes)
                 return Restored(number, state, stored.metadata.lineage)
         assert first is not None
         raise first

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +159,23 @@ def restore(ckpt, rank, given, mesh="rows", more=0):
     return step
 
 
+def synced_by_restore(ckpt, rank, given):
+    """Restores; returns the files of arrays of others that were synced after it."""
+    real, synced = os.fsync, []
+
+    def fsync(descriptor):
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    os.fsync = fsync
+    restore(ckpt, rank, given, "columns")
+    for thread in threading.enumerate():
+        if thread.name == "flaxckpt copies":
+            thread.join()
+    own = f"/d/{rank}."
+    return [f for f in synced if "state/d/" in f and own not in f and Path(f).is_file()]
+
+
 def restore_or_init(ckpt, rank, given):
     on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=1)
     state, step = on_step.restore_or_init(states.everything(0, "rows"))
@@ -289,6 +308,7 @@ DO = {
         save_with_copies,
         copy_at_low_priority,
         restore,
+        synced_by_restore,
         restore_or_init,
         failing_restore,
         failing_save,

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,13 @@ def test_process_keeps_copied_parts(parts):
     shutil.copytree(parts / "run", parts / "uploaded")
     said = run(parts, ["restore", "columns"])
     assert all(each["from_peers"] == 0 for each in said)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/fd")
+def test_syncs_copied_parts_after_restore(parts):
+    for said in run(parts, ["synced_by_restore"]):
+        files = map(Path, said["synced_by_restore"])
+        assert said["from_peers"] == sum(file.stat().st_size for file in files) > 0
 
 
 @pytest.mark.slow

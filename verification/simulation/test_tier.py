@@ -89,7 +89,7 @@ def _lose_a_machine_after_another(patches):
 
 def test_a_restore_makes_lost_copies_again():
     _lose_a_machine_after_another({})
-    nothing = {(part_tier.PartTier, "copy_again"): lambda *args: None}
+    nothing = {(part_tier.PartTier, "keep_restored"): lambda *args: None}
     with pytest.raises(kernel.Violation):
         _lose_a_machine_after_another(nothing)
 

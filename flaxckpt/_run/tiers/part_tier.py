@@ -160,6 +160,7 @@ class PartTier:
         self.whole: set[int] = set()
         self.lost: set[int] = set()
         self.copied = Copied()
+        self._fetched: set[str] = set()
 
     def close(self) -> None:
         """Ends the server of this process, and names steps without their copies."""
@@ -416,6 +417,7 @@ class PartTier:
             DamagedCheckpointError: No peer has it.
         """
         self.copied = Copied()
+        self._fetched = set()
         if saves := self._next_sources.get(path):
             self._sources[path] = saves.pop(0)
         if (sources := self._sources.get(path)) is not None:
@@ -442,10 +444,9 @@ class PartTier:
         faults = _checkpoint.verify.find_faults(path, here) if here else {}
         for name, why in faults.items():
             _log.warning("%s is damaged, and copied again: %s", path / name, why)
-        copied = peer_copies.copy_parts(
-            sources, names, self._mode, damaged=faults, is_durable=False
-        )
+        copied = peer_copies.copy_parts(sources, names, self._mode, damaged=faults)
         self.copied += copied
+        self._fetched |= names
         return copied != Copied()
 
     # ---- copies -----------------------------------------------------------------
@@ -456,8 +457,12 @@ class PartTier:
             holders = {process: [process] for process in range(len(self._keepers))}
             self._begin_copy(step, path, processes, holders, self._keepers)
 
-    def copy_again(self, step: int, path: Path, processes: Processes) -> None:
-        """Begins to copy the parts of a restored step whose copies were lost."""
+    def keep_restored(self, step: int, path: Path, processes: Processes) -> None:
+        """Begins to keep what a restore has copied, and to make lost copies again."""
+        if self.copied != Copied():
+            sync = functools.partial(self._sync, path, self._fetched)
+            with contextlib.suppress(RuntimeError):  # no more threads
+                _util.threads.background(sync, "flaxckpt copies").start()
         if not self.copies or (sources := self._sources.get(path)) is None:
             return
         holders = sources.holders
@@ -466,6 +471,12 @@ class PartTier:
             with contextlib.suppress(OSError):
                 _steps.markers.mark_copied(path, 0)
             self._begin_copy(step, path, processes, holders, keepers)
+
+    def _sync(self, path: Path, names: Collection[str]) -> None:
+        try:
+            peer_copies.sync(path, names)
+        except OSError as error:  # deleted, or the disk fails
+            _log.info("%s may not outlast a power cut here: %s", path, error)
 
     def _begin_copy(
         self,
@@ -561,6 +572,7 @@ class PartTier:
             )
             wanted = [name for part in mine for name in known.files[part]]
             copied = peer_copies.copy_parts(sources, wanted, self._mode, pace=pace)
+            peer_copies.sync(path, wanted)
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
         told = json.dumps(fault)

@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 _commit_marker = _formats.native_contents.commit_marker
 
+_THREADS = 4
+"""Files synced at a time."""
+
 _MARKERS = (
     _steps.markers.PIN,
     _steps.markers.TEMPORARY,
@@ -273,18 +276,17 @@ def copy_parts(
     mode: int | None,
     *,
     damaged: Collection[str] = (),
-    is_durable: bool = True,
     pace: Pace | None = None,
 ) -> Copied:
     """Copies files of arrays that this process lacks, and keeps them.
+
+    Until `sync`, a power cut may damage them; then they are copied again.
 
     Args:
         sources: Where they are.
         wanted: The files, by their paths in the step.
         mode: Mode of new directories; None for the umask's.
         damaged: The files to replace.
-        is_durable: Whether to sync the files before they are kept. Otherwise a power
-            cut may damage them; then they are copied again.
         pace: The pace of the threads; None for full speed.
 
     Raises:
@@ -303,19 +305,21 @@ def copy_parts(
             and (name in damaged or parts.file_size(path / name) != size)
         ]
     _find_unchanged(sources, requests)
-    copied = (
-        _copy_all(sources, requests, mode, is_durable, pace) if requests else Copied()
-    )
-    if is_durable:
-        # Also what a restore has copied before.
-        there = {*wanted} - {request.name for request in requests}
-        _storage.of(path).sync_files([path / name for name in sorted(there)], 1)
-        # With their parents: those of files of large arrays are new, too.
-        parents = {above for name in wanted for above in PurePosixPath(name).parents}
-        for above in sorted(parents):
-            _storage.files.sync_directory(path / above)
-        _storage.files.sync_directory(path.parent)
-    return copied
+    return _copy_all(sources, requests, mode, pace) if requests else Copied()
+
+
+def sync(path: Path, names: Collection[str]) -> None:
+    """Makes files of the step `path` durable.
+
+    Raises:
+        OSError: A file is gone, or the disk fails.
+    """
+    _storage.of(path).sync_files([path / name for name in sorted(names)], _THREADS)
+    # With their parents: those of files of large arrays are new, too.
+    parents = {above for name in names for above in PurePosixPath(name).parents}
+    for above in sorted(parents):
+        _storage.files.sync_directory(path / above)
+    _storage.files.sync_directory(path.parent)
 
 
 def _find_unchanged(sources: Sources, requests: Sequence[_Request]) -> None:
@@ -349,11 +353,7 @@ def _find_unchanged(sources: Sources, requests: Sequence[_Request]) -> None:
 
 
 def _copy_all(
-    sources: Sources,
-    requests: Sequence[_Request],
-    mode: int | None,
-    is_durable: bool,
-    pace: Pace | None,
+    sources: Sources, requests: Sequence[_Request], mode: int | None, pace: Pace | None
 ) -> Copied:
     """Copies files from their places, and gives them their names."""
     path, copied = sources.path, Copied()
@@ -366,7 +366,7 @@ def _copy_all(
     with _storage.temporary.new_directory(path, mode) as aside:
         left: Sequence[_Request] = requests
         while left:
-            done, left = _copy_round(sources, aside, left, is_durable, pace)
+            done, left = _copy_round(sources, aside, left, pace)
             copied += done
         if parts.identify(path) != sources.save:
             raise FileNotFoundError(f"{path} was replaced meanwhile")
@@ -381,11 +381,7 @@ def _copy_all(
 
 
 def _copy_round(
-    sources: Sources,
-    aside: Path,
-    left: Sequence[_Request],
-    is_durable: bool,
-    pace: Pace | None,
+    sources: Sources, aside: Path, left: Sequence[_Request], pace: Pace | None
 ) -> tuple[Copied, list[_Request]]:
     """Copies each file from its next place; returns the files that were not whole."""
     if gone := [request.name for request in left if not request.places]:
@@ -400,8 +396,6 @@ def _copy_round(
         _storage.files.make_parents(aside, name)
         try:
             yield from _copy(sources, name, aside / name, *tried[name])
-            if is_durable:
-                _storage.of(aside).sync_files([aside / name], 1)
         except OSError as error:
             _check_disk(error, sources.path)
             raise OSError(errors.one_line(error)) from error
