@@ -145,8 +145,9 @@ def _by_field_name(children: Mapping[str | int, Any]) -> dict[str, Any]:
 
 
 def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
+    fields = {name: flax_state.to_tuples(field) for name, field in metadata.items()}
     # The mesh of the saved variable may not exist in this process.
-    variable = cls(value, **{**metadata, "eager_sharding": False})
+    variable = cls(value, **{**fields, "eager_sharding": False})
     variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
     return variable
 

@@ -119,7 +119,7 @@ def linen_state():
     "state",
     [
         jnp.ones(3),
-        nnx.Param(jnp.ones(3)),
+        nnx.Param(jnp.ones(3), axes=("a", ("b", None))),
         {"": jnp.ones(3), "empty": FrozenDict({}), "ordered": OrderedDict()},
         (optax.EmptyState(), nnx.State({}), [FrozenDict({"a": {}})]),
     ],
