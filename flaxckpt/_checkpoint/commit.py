@@ -19,6 +19,7 @@ from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._storage.transaction import Transaction
+from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON
 from flaxckpt._util.pace import Pace
 from flaxckpt._zarr.array_layout import ArrayLayout
@@ -42,6 +43,9 @@ class SaveOptions:
     snapshot: _arrays.to_host.SnapshotMemory = "host"
     items: Items = dataclasses.field(default_factory=Items)
     mode: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _transforms.check(self.transforms))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,6 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     """Plans the save and copies the values of the state; raises errors of `save`."""
     created = max(time.time(), request.not_before)
     path, options, operation = request.path, request.options, request.operation
-    transforms = _transforms.check(options.transforms)
     if not request.is_item and (operation is None or operation.is_first):
         with (
             _storage.permissions.explain_errors(path),
@@ -245,7 +244,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         *(infos, structure, options.layout.encoding, options.items),
         _step_around(request.path) if request.is_item else request.step,
         tuple(request.lineage),
-        _transforms.describe(transforms),
+        _transforms.describe(options.transforms),
     )
     contents = _formats.native_contents.Contents(
         manifest=manifest,

@@ -83,7 +83,7 @@ class ConvertOptions:
         for name in ("max_shard_bytes", "max_concurrent_bytes"):
             _util.arguments.check_int(name, getattr(self, name), least=1)
         check_layout(self.layout)
-        _transforms.check(self.transforms)
+        object.__setattr__(self, "transforms", _transforms.check(self.transforms))
         is_known = isinstance(self.progress, bool) or self.progress == "auto"
         if not is_known and not callable(self.progress):
             raise errors.OptionError(

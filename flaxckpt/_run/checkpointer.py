@@ -32,7 +32,6 @@ from flaxckpt._run import metrics as run_metrics
 from flaxckpt._run.session import Session
 from flaxckpt._run.tiers import part_tier
 from flaxckpt._run.tiers import staging as run_staging
-from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import JSON, Closing, PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.policies import PreservationPolicy
@@ -149,7 +148,7 @@ class Checkpointer(Closing):
     ) -> None:
         options = _checkpoint.commit.SaveOptions(
             layout=check_layout(layout),
-            transforms=_transforms.check(transforms),
+            transforms=transforms,
             max_concurrent_bytes=max_concurrent_bytes,
             snapshot=_util.arguments.check_choice(
                 "snapshot", snapshot, _arrays.to_host.SNAPSHOTS

@@ -201,9 +201,10 @@ def list_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
             f"sinks must be a list, got {_util.arguments.describe(sinks)}: write"
             " sinks=[sink]"
         )
-    for sink in sinks:
+    listed = tuple(sinks)
+    for sink in listed:
         _adapt(sink)
-    return tuple(sinks)
+    return listed
 
 
 def _is_same(sink: Sink, other: Sink) -> bool:

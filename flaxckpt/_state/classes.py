@@ -42,13 +42,14 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
         raise errors.OptionError(
             f"types must be a list of classes, got {_util.arguments.describe(types)}"
         )
-    for cls in types:
+    classes = tuple(types)
+    for cls in classes:
         if not inspect.isclass(cls):
             raise errors.OptionError(
                 "types must be a list of classes, but contains"
                 f" {_util.arguments.describe(cls)}"
             )
-    by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in types}
+    by_name = {f"{cls.__module__}:{cls.__qualname__}": cls for cls in classes}
 
     @functools.cache  # a builder warns once
     def find(type_name: str) -> Build | leaf_types.LeafType | None:

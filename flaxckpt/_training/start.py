@@ -40,7 +40,7 @@ def restore_or_init(
     See `CheckpointCallback.restore_or_init`; `options` are those for loading the
     source, of which `unused` also applies to a step.
     """
-    _check_map(source_map, source)
+    source_map = _check_map(source_map, source)
     session = session_of(checkpointer)
     checkpointer.wait()
     latest = max(session.run.paths(), default=None)
@@ -138,16 +138,22 @@ def _warn_of_lost(run: RunSteps, begun: int | None) -> None:
         )
 
 
-def _check_map(source_map: str | Sequence[Transform], source: PathLike | None) -> None:
-    """Raises OptionError for a map that is none, or a map without a source."""
+def _check_map(
+    source_map: str | Sequence[Transform], source: PathLike | None
+) -> str | Sequence[Transform]:
+    """Returns the name, or the transforms, of a map.
+
+    Raises OptionError for a map that is none, or a map without a source.
+    """
     if isinstance(source_map, str):
         named.check_name("source_map", source_map)
-    elif not _transforms.check(source_map, "source_map"):
-        return
-    if source is None:
+    else:
+        source_map = _transforms.check(source_map, "source_map")
+    if source_map and source is None:
         raise errors.OptionError(
             "source_map needs a source: pass the directory of the model as source="
         )
+    return source_map
 
 
 def _with_map(

@@ -44,25 +44,13 @@ class Triggers:
                 raise errors.OptionError(
                     "every_secs and overhead both set the time between saves: pass one"
                 )
-        if not _util.arguments.is_list(on_steps):
-            raise errors.OptionError(
-                "on_steps must be a list of steps, got"
-                f" {_util.arguments.describe(on_steps)}"
-            )
-        steps = () if every_steps is None else (every_steps,)
-        for rule, numbers in (
-            ("every_steps must be a whole number", steps),
-            ("on_steps must be whole numbers", on_steps),
-        ):
-            for number in numbers:
-                if isinstance(number, bool) or not hasattr(number, "__index__"):
-                    raise errors.OptionError(f"{rule}, got {number!r:.80}")
-        if every_steps is not None and every_steps < 1:
-            raise errors.OptionError(f"every_steps must be positive, got {every_steps}")
+        if every_steps is not None:
+            every_steps = _util.arguments.check_int("every_steps", every_steps)
+            _util.arguments.check_positive("every_steps", every_steps)
         self._every_steps = every_steps
         self._every_secs = every_secs
         self._interval = interval
-        self._on_steps = sorted(on_steps)
+        self._on_steps = sorted(_util.arguments.check_ints("on_steps", on_steps))
         self._save_first = save_first
         self._clock = clock
         self._saved_at = clock()

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from flaxckpt import _formats, _steps, _storage, errors
 from flaxckpt._checkpoint import commit, restore, save
 from flaxckpt._formats import locate
-from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PathLike, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
 from flaxckpt.transforms import Transform
@@ -56,7 +55,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     ) -> None:
         self._options = commit.SaveOptions(
             layout=check_layout(layout),
-            transforms=_transforms.check(transforms),
+            transforms=transforms,
             items=_formats.items.Items(state=""),
         )
 

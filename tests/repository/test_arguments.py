@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -332,3 +333,60 @@ def test_functions_accept_valid_arguments():
     po.decide(iter([po.LatestN(1)]), [])
     assert [*ds.StepIndexed(lambda i: i, start=np.int64(3)).get_state().values()] == [3]
     assert flaxckpt.abstract_state(lambda n: jnp.ones(n), 3).shape == (3,)
+
+
+SEEN: list[flaxckpt.Event] = []
+
+
+class Pair(NamedTuple):
+    w: Any
+
+
+def saved_leaves(path: Path, transforms: Any) -> Any:
+    flaxckpt.save(path, {"w": 1}, transforms=transforms)
+    return list(flaxckpt.metadata(path).leaves)
+
+
+def converted_leaves(path: Path, transforms: Any) -> Any:
+    flaxckpt.convert("one", path, transforms=transforms)
+    return list(flaxckpt.metadata(path).leaves)
+
+
+def mapped_leaves(path: Path, transforms: Any) -> Any:
+    on_step = CheckpointCallback(Checkpointer(path), on_preemption=False)
+    state = {"v": np.zeros((2, 3), np.float32)}
+    return on_step.restore_or_init(state, source="one", source_map=transforms)[0].keys()
+
+
+def class_of_loaded(path: Path, types: Any) -> Any:
+    flaxckpt.save(path, Pair(1))
+    return type(flaxckpt.load(path, types=types))
+
+
+def commits(path: Path, sinks: Any) -> Any:
+    with Checkpointer(path, sinks=sinks) as run:
+        run.save(1, {"w": 1})
+    return [event.step for event in SEEN if event.kind == "committed"]
+
+
+def saved_steps(path: Path, on_steps: Any) -> Any:
+    with Checkpointer(path) as run:
+        on_step = CheckpointCallback(run, on_steps=on_steps, save_last=False)
+        for step in range(1, 4):
+            on_step(step, {"w": 1})
+        return run.steps()
+
+
+@pytest.mark.parametrize(
+    ("result", "values", "wanted"),
+    [
+        (saved_leaves, [tf.rename("w", "v")], ["v"]),
+        (converted_leaves, [tf.rename("w", "v")], ["v"]),
+        (mapped_leaves, [tf.rename("w", "v")], {"v"}),
+        (class_of_loaded, [Pair], Pair),
+        (commits, [SEEN.append], [1]),
+        (saved_steps, [3, 1], [1, 3]),
+    ],
+)
+def test_generator_counts_as_list(here, tmp_path, result, values, wanted):
+    assert result(tmp_path / "a", iter(values)) == wanted
