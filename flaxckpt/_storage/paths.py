@@ -310,7 +310,12 @@ def resolve(path: PathLike) -> Path:
         )
     if "\0" in text:
         raise errors.OptionError(f"{text!r}: wanted a path without NUL characters")
-    absolute = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    try:
+        absolute = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    except FileNotFoundError as error:
+        raise errors.OptionError(
+            f"{text!r}: the current directory no longer exists: pass an absolute path"
+        ) from error
     if "\\" in absolute:  # TensorStore would write to another directory
         raise errors.OptionError(
             f"{absolute!r}: wanted a path without backslashes, which TensorStore reads"

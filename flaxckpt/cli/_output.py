@@ -327,5 +327,5 @@ def shorten_path(path: str) -> str:
     """Returns a path inside the current directory as a relative path."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # outside; the current directory is gone
         return path

@@ -12,7 +12,7 @@ import pytest
 import flaxckpt
 from flaxckpt import _storage, errors
 from flaxckpt._storage import rename as storage_rename
-from tests.helpers import seams
+from tests.helpers import command_line, seams
 
 
 def test_resolves_relative_home_and_url_paths(tmp_path, monkeypatch):
@@ -33,6 +33,16 @@ def test_rejects_paths_with_nul():
     for path in ("a\0b", "file:///a%00b"):
         with pytest.raises(errors.OptionError, match="without NUL characters"):
             flaxckpt.Checkpointer(path)
+
+
+def test_needs_no_current_directory_for_absolute_paths(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    flaxckpt.save(tmp_path / "c", {"w": jnp.ones(3)})
+    assert "float32[3]" in command_line.run("show", tmp_path / "c")
+    with pytest.raises(errors.OptionError, match="pass an absolute path"):
+        flaxckpt.load("c")
 
 
 def test_rejects_paths_with_backslashes(tmp_path, monkeypatch):
