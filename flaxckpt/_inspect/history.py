@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from flaxckpt import _run, _steps, _storage, policies
 from flaxckpt._inspect import best_step
@@ -25,6 +25,11 @@ class SavedStep:
         bytes: Bytes written by the save.
         blocked_secs: Seconds that the training loop waited.
         total_secs: Seconds until the step was durable.
+        began: The time of the call, in seconds since 1970; 0 if unknown.
+        copies: The number of other processes that had a durable copy of each part.
+        outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
+            or the save is still running.
+        error: Why the save failed.
         deleted: When the step was deleted, in seconds since 1970; None if it exists.
             NaN if nobody recorded the deletion.
         reason: The recorded reason of the deletion.
@@ -39,6 +44,10 @@ class SavedStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
     blocked_secs: float | None = None
     total_secs: float | None = None
+    began: float = 0.0
+    copies: int = 0
+    outcome: Literal["durable", "failed", "cancelled", "unfinished"] = "durable"
+    error: str | None = None
     deleted: float | None = None
     reason: str | None = None
     temporary: bool = False
@@ -54,6 +63,13 @@ class SavedStep:
     def created(self) -> float:
         """Like `saved`, for policies; 0 if unknown."""
         return self.saved or 0.0
+
+    @property
+    def failure(self) -> str | None:
+        """The error, or that it never ended; None if durable or cancelled."""
+        if self.outcome in ("durable", "cancelled"):
+            return None
+        return f"failed: {self.error}" if self.error else "never became durable"
 
 
 def history(path: PathLike, step_format: str | None = None) -> list[SavedStep]:
@@ -92,45 +108,102 @@ def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
 
 def of_journal(events: Iterable[Event]) -> dict[int, SavedStep]:
     """Returns the steps in a journal, which may miss deletions, by number."""
-    saved: dict[int, SavedStep] = {}
+    journal = _Journal()
     for event in events:
-        if event.step is not None:
-            _add_event(saved, event.step, event)
-    return saved
+        journal.add(event)
+    return journal.steps()
 
 
-def _add_event(saved: dict[int, SavedStep], number: int, event: Event) -> None:
-    known = saved.get(number)
+def saves(events: Iterable[Event]) -> list[SavedStep]:
+    """Returns every save in a journal, in the order of their starts."""
+    journal = _Journal()
+    for event in events:
+        journal.add(event)
+    return journal.saves
+
+
+class _Journal:
+    """The saves in a journal, so far.
+
+    Saves do not overlap, so each event of a step belongs to its last save, or to its
+    last durable one.
+    """
+
+    def __init__(self) -> None:
+        self.saves: list[SavedStep] = []
+        self._last: dict[int, int] = {}  # step -> index of its last save in `saves`
+        self._durable: dict[int, int] = {}
+
+    def steps(self) -> dict[int, SavedStep]:
+        """Returns the last durable save of each step."""
+        return {step: self.saves[at] for step, at in self._durable.items()}
+
+    def add(self, event: Event) -> None:
+        """Adds an event; one without a step is none of a save."""
+        if (step := event.step) is None:
+            return
+        at = self._last.get(step)
+        is_open = at is not None and self.saves[at].outcome == "unfinished"
+        is_part = event.kind in ("snapshot", "committed", "failed", "cancelled")
+        if event.kind == "started" or (is_part and not is_open):
+            at = self._last[step] = len(self.saves)
+            start = SavedStep(step, began=event.time, outcome="unfinished")
+            self.saves.append(start)
+        elif not is_part:
+            at = self._durable.get(step)
+        if event.kind == "committed" and at is not None:
+            self._durable[step] = at
+        if at is not None:
+            self.saves[at] = replace(self.saves[at], **_read(event, self.saves[at]))
+
+
+def _read(event: Event, save: SavedStep) -> dict[str, Any]:
+    """Returns the fields of a save that an event changes."""
     details = event.details
+    blocked = _number(details.get("blocked_secs"), _LONGEST)
     match event.kind:
+        case "snapshot":
+            return {"blocked_secs": blocked, "began": event.time - (blocked or 0.0)}
         case "committed":
             size = _number(details.get("bytes"))
-            saved[number] = SavedStep(
-                number,
-                event.time,
-                None if size is None else int(size),
-                _metrics(details.get("metrics")),
-                _number(details.get("blocked_secs")),
-                _number(details.get("total_secs")),
-                temporary=details.get("temporary") is True,
-            )
-        case "measured" if known is not None:
-            metrics = {**known.metrics, **_metrics(details.get("metrics"))}
-            saved[number] = replace(known, metrics=metrics)
-        case "deleted" if known is not None:
+            total = _number(details.get("total_secs"), _LONGEST)
+            return {
+                "saved": event.time,
+                "bytes": None if size is None else int(size),
+                "metrics": _metrics(details.get("metrics")),
+                "blocked_secs": save.blocked_secs if blocked is None else blocked,
+                "total_secs": total,
+                "began": save.began if total is None else event.time - total,
+                "outcome": "durable",
+                "temporary": details.get("temporary") is True,
+            }
+        case "failed":
+            error = str(details.get("error", "the journal gives no reason"))
+            return {"outcome": "failed", "error": error}
+        case "cancelled":
+            return {"outcome": "cancelled"}
+        case "copied":
+            return {"copies": int(_number(details.get("copies"), _LONGEST) or 0)}
+        case "measured":
+            return {"metrics": {**save.metrics, **_metrics(details.get("metrics"))}}
+        case "deleted":
             reason = str(details.get("reason", ""))
-            saved[number] = replace(known, deleted=event.time, reason=reason)
+            return {"deleted": event.time, "reason": reason}
+    return {}
 
+
+_LONGEST = 1e9
+"""Seconds, and the most copies."""
 
 _LARGEST = 1e300
 """Numbers in a journal are untrusted; Python's ints have no limit."""
 
 
-def _number(value: JSON) -> float | None:
+def _number(value: JSON, most: float = _LARGEST) -> float | None:
     """Returns a finite number of at least 0, or None; a journal is untrusted."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 <= value < _LARGEST else None
+    return float(value) if 0 <= value < most else None
 
 
 def _metrics(value: JSON) -> dict[str, float]:
@@ -167,7 +240,7 @@ def explain_deletions(
     not have all that they knew. They did not count steps marked as damaged at the time.
     """
     verdicts: dict[int, tuple[Verdict, ...]] = {}
-    saved: dict[int, SavedStep] = {}
+    journal = _Journal()
     keep: Sequence[PreservationPolicy] = ()
     damaged_since = _damaged_since(listing)
     damaged: set[int | None] = set()  # steps marked by the journal at the time
@@ -183,7 +256,7 @@ def explain_deletions(
             if keep and event.details.get("reason") == _steps.event.NOT_KEPT:
                 there = [
                     step
-                    for step in saved.values()
+                    for step in journal.steps().values()
                     if step.exists
                     and step.step not in damaged
                     and damaged_since.get(step.step, math.inf) > event.time
@@ -194,7 +267,7 @@ def explain_deletions(
             damaged.add(number)
         elif event.kind in ("found_good", "committed"):
             damaged.discard(number)
-        _add_event(saved, number, event)
+        journal.add(event)
     return verdicts
 
 

@@ -2,8 +2,8 @@
 
 Data flow one way: `gathering` reads a `Report` once, numbers and names; `content`
 prepares what templates show, without markup; `templates` renders them, and escapes
-every name. `offline` is the page that is one file; `ui` answers a browser with the same
-sections.
+every name. `content.page` is the page that is one file; `ui` answers a browser with the
+same sections.
 
 The macros are in `templates/macros.html`. None has inline styles, handlers or
 identifiers of its own except sections and the rows of steps. The script handles events
@@ -33,20 +33,20 @@ from flaxckpt import _doors
 
 if TYPE_CHECKING:
     from flaxckpt._report import data, flight_recorder, ui
+    from flaxckpt._report.content import page
     from flaxckpt._report.data import Report
     from flaxckpt._report.gathering import ReportOptions, gather
-    from flaxckpt._report.offline import page
 
 __all__ = ["Report", "ReportOptions", "data", "flight_recorder", "gather", "page", "ui"]
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(
         __name__,
-        ("flight_recorder", "gathering", "offline"),
+        ("content", "flight_recorder", "gathering"),
         {
             "Report": "data",
             "ReportOptions": "gathering",
             "gather": "gathering",
-            "page": "offline",
+            "page": "content",
         },
     )

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flaxckpt import errors
-from flaxckpt._report import flight_recorder, save_history, templates
+from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
 from flaxckpt._types import JSON
 from flaxckpt._util import html, humanize
@@ -120,8 +120,7 @@ def _number(value: float | None) -> float | None:
 
 
 def _steps(report: Report) -> dict[str, JSON]:
-    marks = report.marks
-    best = {n for n in marks if any(mark.kind == "best" for mark in marks[n])}
+    best = {point.step for _, point in report.bests}
     kept = {step.step for step in report.steps if step.why or not report.policies}
     states = [
         _letter(not s.exists, s.step in report.faults, s.step in best, s.step in kept)
@@ -149,12 +148,15 @@ def _reasons(report: Report) -> dict[str, JSON]:
 
 
 def _saves(report: Report) -> dict[str, JSON]:
-    durable = [save for save in report.saves if save.step is not None]
-    durable = [save for save in durable if save.outcome == "durable"][-_MOST_POINTS:]
+    durable = [save for save in report.saves if save.outcome == "durable"]
+    rows = [(s.step, s.blocked_secs, s.total_secs) for s in durable[-_MOST_POINTS:]]
     return {
-        "x": [save.step for save in durable],
-        "blocked": [_number(save.blocked_secs) for save in durable],
-        "behind": [_number(save.behind_secs) for save in durable],
+        "x": [step for step, *_ in rows],
+        "blocked": [_number(blocked) for _, blocked, _ in rows],
+        "behind": [
+            None if total is None else _number(max(0.0, total - (blocked or 0.0)))
+            for _, blocked, total in rows
+        ],
     }
 
 
@@ -171,14 +173,13 @@ def _events(report: Report) -> list[JSON]:
         )
     for event in report.happened:
         if event.step is not None and event.kind in _HAPPENINGS:
-            name = f"step {event.step:,}: {_HAPPENINGS[event.kind]}"
-            text = ", ".join(
-                filter(None, (name, errors.printable(save_history.explain(event))))
-            )
+            text = f"step {event.step:,}: {_HAPPENINGS[event.kind]}"
+            if why := event.details.get("reason") or event.details.get("error"):
+                text += f", {errors.printable(str(why))}"
             found.append((event.step, event.kind, text))
     for save in report.saves:
-        if save.step is not None and save.has_failed:
-            text = f"step {save.step:,}: {errors.printable(save.failure or '')}"
+        if save.failure is not None:
+            text = f"step {save.step:,}: {errors.printable(save.failure)}"
             found.append((save.step, "failed", text))
     if (diverged := flight_recorder.find_divergence(report)) is not None:
         name = errors.printable(diverged.metric)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,48 +23,6 @@ from flaxckpt._steps.event import Event
 
 if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
     from flaxckpt._inspect.diff import CheckpointDiff
-
-
-class Save(NamedTuple):
-    """A save, from the events in the journal.
-
-    Attributes:
-        began: The time of the call, in seconds since 1970.
-        blocked_secs: Seconds that the caller waited; None if the call did not return.
-        total_secs: Seconds until the step was durable, or None.
-        copies: The number of other processes that had a durable copy of each part.
-        outcome: `durable`, `failed`, `cancelled`, or `unfinished`: the process ended,
-            or the save is still running.
-    """
-
-    step: int | None
-    began: float
-    blocked_secs: float | None = None
-    total_secs: float | None = None
-    copies: int = 0
-    outcome: Literal["durable", "failed", "cancelled", "unfinished"] = "unfinished"
-    error: str | None = None
-
-    @property
-    def behind_secs(self) -> float | None:
-        """Seconds of writing in the background; None if the save never ended."""
-        if self.total_secs is None:
-            return None
-        return max(0.0, self.total_secs - (self.blocked_secs or 0.0))
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the save failed or never ended."""
-        return self.outcome in ("failed", "unfinished")
-
-    @property
-    def failure(self) -> str | None:
-        """The error, or a note that nothing was saved; None if durable."""
-        if self.outcome == "durable":
-            return None
-        if self.outcome == "cancelled":
-            return "cancelled"
-        return f"failed: {self.error}" if self.error else "never became durable"
 
 
 class MetricValue(NamedTuple):
@@ -170,16 +130,6 @@ class Integrity(NamedTuple):
         return self.state in ("damaged", "unread")
 
 
-class Mark(NamedTuple):
-    """A mark of a step, as pages show it.
-
-    The text is the kind, and the metric of the best step if there are several.
-    """
-
-    kind: str
-    text: str
-
-
 @dataclass(frozen=True)
 class Report:
     """The data of a page on a run, or on a checkpoint.
@@ -191,6 +141,7 @@ class Report:
         policies: The policies that give the reasons; None if unknown.
         steps: The checkpoints, the oldest first, with metrics and reasons.
         history: The steps that were ever saved, the oldest first; with existing ones.
+        saves: The saves in the journal, with failed ones, in the order of their starts.
         verdicts: Deleted step -> what each policy kept at that time, of the last ones.
         happened: The events in the journal that are no part of a save: of restores,
             deletions, preemptions and markers of damage.
@@ -224,7 +175,7 @@ class Report:
     steps: tuple[Step, ...]
     history: tuple[SavedStep, ...]
     verdicts: Mapping[int, tuple[Verdict, ...]]
-    saves: tuple[Save, ...]
+    saves: tuple[SavedStep, ...]
     happened: tuple[Event, ...]
     metrics: Mapping[str, tuple[MetricValue, ...]]
     modes: Mapping[str, Sequence[Literal["min", "max"]]]
@@ -247,11 +198,6 @@ class Report:
     def checked_count(self) -> int:
         """The number of checkpoints with a known integrity, good or bad."""
         return sum(check.state != "unknown" for check in self.integrity)
-
-    @functools.cached_property
-    def copied(self) -> Mapping[int | None, int]:
-        """Step -> `Save.copies` of its last save."""
-        return {save.step: save.copies for save in self.saves}
 
     @functools.cached_property
     def faults(self) -> Mapping[int | None, str]:
@@ -307,23 +253,30 @@ class Report:
         return dataclasses.replace(report, metrics=metrics)
 
     @property
-    def marks(self) -> Mapping[int | None, tuple[Mark, ...]]:
-        """Step -> its marks: of the good steps, the last is the newest."""
-        names: dict[int | None, list[str]] = {}
-        for name, point in self.bests:
-            names.setdefault(point.step, []).append(name)
-        is_one = len({name for each in names.values() for name in each}) < 2
-        newest = [step.step for step in self.good[-1:] if self.is_run]
-        marks = {}
+    def marks(self) -> Mapping[int | None, Sequence[tuple[str, str]]]:
+        """Step -> the kind and the text of its marks; the newest is a good step."""
+        is_one = len({name for name, _ in self.bests}) < 2
+        marks = collections.defaultdict[int | None, list[tuple[str, str]]](list)
+        for step in self.good[-1:] if self.is_run else ():
+            marks[step.step].append(("latest", "latest"))
+        for name, best in self.bests:
+            marks[best.step].append(("best", "best" if is_one else f"best {name}"))
         for step in self.steps:
-            number, fault = step.step, self.faults.get(step.step)
-            best = ["best" if is_one else f"best {n}" for n in names.get(number, ())]
-            gone = ("latest", "best", *(["damaged"] if fault else []))
-            shown = [Mark("latest", "latest")] if number in newest else []
-            shown += [Mark("best", text) for text in best]
-            shown += [Mark(kind, kind) for kind in step.marks if kind not in gone]
-            marks[number] = (*shown, Mark(fault, fault)) if fault else (*shown,)
+            others = [m for m in step.marks if m not in ("latest", "best", "damaged")]
+            others += [self.faults[step.step]] if step.step in self.faults else []
+            marks[step.step] += [(mark, mark) for mark in others]
         return marks
+
+    @property
+    def states(self) -> Mapping[State, int]:
+        """The number of checkpoints in each state of integrity."""
+        return collections.Counter(check.state for check in self.integrity)
+
+    @functools.cached_property
+    def ranges(self) -> Sequence[Sequence[Integrity]]:
+        """Neighbouring checkpoints in the same state; those that are bad are alone."""
+        found = itertools.groupby(self.integrity, lambda c: c if c.is_bad else c.state)
+        return [[*checks] for _, checks in found]
 
     @property
     def is_good(self) -> bool:

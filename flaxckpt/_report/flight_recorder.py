@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -68,13 +66,12 @@ def _name(name: str) -> str:
 
 def find_resumes(report: Report) -> list[Resume]:
     """Returns the restarts of a run: restores after which it saved again."""
-    saves = [save for save in report.saves if save.step is not None]
     resumes: list[Resume] = []
     for event in report.happened:
         if event.kind != "restored" or event.step is None:
             continue
-        before = [save.step for save in saves if save.began < event.time]
-        goes_on = any(save.began > event.time for save in saves)
+        before = [save.step for save in report.saves if save.began < event.time]
+        goes_on = any(save.began > event.time for save in report.saves)
         if not before or not goes_on:  # the source of a run, or an evaluation
             continue
         resume = Resume(before[-1], event.step, event.time)
@@ -167,8 +164,7 @@ def _describe_failure(report: Report) -> list[str]:
     ended = [save for save in report.saves if save.outcome in ("durable", "failed")]
     if not ended or ended[-1].outcome == "durable":
         return []
-    step = "" if ended[-1].step is None else f" of step {ended[-1].step:,}"
-    return [f"the last save{step} failed"]
+    return [f"the last save of step {ended[-1].step:,} failed"]
 
 
 def _find_best(
@@ -315,24 +311,3 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
     most = max(changes, key=changes.__getitem__, default=None)
     return None if most is None else (most, "changed most at the last save")
-
-
-# ---- actions ----------------------------------------------------------------------
-
-
-def actions(report: Report) -> dict[str, str]:
-    """Returns the actions of a run: name -> what it copies.
-
-    `{step}` stands for the chosen step, `{pair}` for it and the newest other one.
-    """
-    if not report.is_run:
-        return {}
-    run, name = shlex.quote(report.path), json.dumps(report.path)
-    load = f"flaxckpt.load({name}, state, step={{step}}"
-    return {
-        "Resume from here": f"state = {load})",
-        "Fine-tune from here": f'state = {load}, optimizer="reinit")',
-        "Compare": f"flaxckpt diff {run} {{pair}}",
-        "Export": f"flaxckpt convert {run} step-{{step}}.safetensors --step {{step}}",
-        "Report as one file": f"flaxckpt report {run} -o report.html",
-    }

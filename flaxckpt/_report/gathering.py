@@ -27,7 +27,6 @@ from flaxckpt._report import (
     dataset_positions,
     flight_recorder,
     integrity,
-    save_history,
     size_groups,
 )
 from flaxckpt._report.data import Integrity, LeafHistory, MetricValue, Position, Report
@@ -131,8 +130,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         steps=listing.steps,
         history=tuple(history),
         verdicts=_verdicts(history, events, listing),
-        saves=save_history.saves(events),
-        happened=save_history.other_events(events),
+        saves=tuple(_inspect.history.saves(events)),
+        happened=tuple(event for event in events if event.kind in _HAPPENED),
         metrics=_metrics(listing, history, ranked),
         modes={name: [each.mode for each in best] for name, best in ranked.items()},
         shown=None if metadata is None else metadata.path,
@@ -146,7 +145,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         leaf_histories=_leaf_histories(root, repeated, infos) if listing.is_run else (),
         positions=_dataset_positions(root, listing.steps, notes),
         lineage=() if metadata is None else metadata.lineage,
-        source_outcome=save_history.source_outcome(events),
+        source_outcome=_source_outcome(events),
         integrity=checks,
         notes=notes,
     )
@@ -196,6 +195,18 @@ def _no_journal_note(listing: Listing, notes: dict[str, str]) -> str:
         notes["journal"] = "its journal cannot be read"
         return f"The journal of saves ({path.name}) has no event that can be read."
     return f"The run has no journal of saves ({path.name})."
+
+
+_HAPPENED = frozenset(
+    ("restored", "fell_back", "found_damaged", "found_good", "preempted", "deleted")
+)
+
+
+def _source_outcome(events: Sequence[Event]) -> str:
+    """Returns how many leaves of its source a run loaded; empty if unknown."""
+    outcomes = (e.details.get("outcome") for e in events if e.kind == "restored")
+    first = next((each for each in outcomes if isinstance(each, str)), "")
+    return first.replace(" init", " initialized")
 
 
 def _verdicts(

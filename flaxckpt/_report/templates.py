@@ -93,6 +93,7 @@ def _environment() -> jinja2.Environment:
         "percent": html.percent,
         "plural": humanize.count,
         "printable": errors.printable,
+        "python": repr,
         "px": html.px,
         "quoted": shlex.quote,
         "secs": _unless_none(humanize.secs),

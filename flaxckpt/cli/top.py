@@ -16,7 +16,8 @@ from flaxckpt.cli import _app, _output
 from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
-    from flaxckpt._report.data import MetricValue, Report, Save
+    from flaxckpt._inspect.history import SavedStep
+    from flaxckpt._report.data import MetricValue, Report
 
 _POLL_SECS = 1.0
 _SHARE_OF_TIME = 0.2
@@ -174,7 +175,7 @@ def _bar(values: Sequence[float], low: float, high: float) -> str:
     return _BARS[min(len(_BARS) - 1, int(part * len(_BARS)))]
 
 
-def _stalls(saves: Sequence[Save]) -> str:
+def _stalls(saves: Sequence[SavedStep]) -> str:
     waits = [save.blocked_secs for save in saves if save.blocked_secs is not None]
     if not waits:
         return ""
@@ -197,10 +198,9 @@ class _ExpectedSave(NamedTuple):
     last: float
 
 
-def _expect_save(saves: Sequence[Save]) -> _ExpectedSave | None:
+def _expect_save(saves: Sequence[SavedStep]) -> _ExpectedSave | None:
     """Returns the next save by the intervals of the last ones; None of few saves."""
-    recent = [(save.step, save.began) for save in saves if save.step is not None]
-    recent = recent[-_RECENT:]
+    recent = [(save.step, save.began) for save in saves[-_RECENT:]]
     if len(recent) < 3:
         return None
     pairs = [*itertools.pairwise(recent)]
@@ -210,7 +210,7 @@ def _expect_save(saves: Sequence[Save]) -> _ExpectedSave | None:
     return _ExpectedSave(step + int(steps), began + secs, secs, began)
 
 
-def _next_save(saves: Sequence[Save], now: float) -> str:
+def _next_save(saves: Sequence[SavedStep], now: float) -> str:
     expected = _expect_save(saves)
     if expected is None:
         return ""

@@ -43,7 +43,7 @@ def ten_thousand_steps(root):
     steps = range(0, 100_000, 10)
     values = tuple(MetricValue(n, math.sin(n / 999), True) for n in steps)
     history = tuple(SavedStep(n, deleted=1.0, reason=f"why {n % 7}") for n in steps)
-    saves = tuple(report.saves[0]._replace(step=n) for n in steps)
+    saves = tuple(dataclasses.replace(report.saves[0], step=n) for n in steps)
     return dataclasses.replace(
         report, metrics={"m": values}, history=history, saves=saves
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, errors
-from flaxckpt._report import content, templates
+from flaxckpt._report import templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
 from flaxckpt._report.integrity import Verification
@@ -99,7 +99,6 @@ def _describe(
         "more": max(0, len(bad) - _MOST_SHOWN),
         "remedies": _find_remedies(report, results),
         "report": known,
-        "checks": content.list_checks(known),
         "said": {result.step.step for result in bad[:_MOST_SHOWN]},
     }
 
