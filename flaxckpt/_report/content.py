@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flaxckpt._inspect import best_step
-from flaxckpt._report import assets, chart_data, copies, flight_recorder, templates
-from flaxckpt._report.copies import Copy
+from flaxckpt._report import assets, chart_data, flight_recorder, parts, templates
 from flaxckpt._report.data import MetricValue, Report
+from flaxckpt._report.parts import Copy
 from flaxckpt._types import LeafPath
 
 if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
@@ -91,15 +91,15 @@ def group_changes(diff: CheckpointDiff | None, repeated: Sequence[Copy]) -> Cont
     groups: dict[str, dict[str, list[LeafPath]]] = {}
     for what, paths in found.items():
         for path in paths:
-            name = copies.group_of(path, repeated)
+            name = parts.group_of(path, repeated)
             groups.setdefault(name, {each: [] for each in found})[what].append(path)
-    return {name: groups[name] for name in sorted(groups, key=copies.rank)}
+    return {name: groups[name] for name in sorted(groups, key=parts.rank)}
 
 
 def _tree(report: Report) -> Content:
     """Returns the containers and leaves, as many as a page has room for."""
-    inner = copies.find_children(report.tree)
-    optimizer = {n for n, t in enumerate(report.tree) if copies.is_optimizer(t.path)}
+    inner = parts.find_children(report.tree)
+    optimizer = {n for n, t in enumerate(report.tree) if parts.is_optimizer(t.path)}
     leaves = [n for n, tree in enumerate(report.tree) if tree.info is not None]
     end = leaves[_MOST_LEAVES] if len(leaves) > _MOST_LEAVES else len(report.tree)
     shown = [

@@ -17,7 +17,7 @@ from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
-from flaxckpt._report.copies import Copy
+from flaxckpt._report.parts import Copy, Part
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._steps.event import Event
 
@@ -43,20 +43,6 @@ class MetricValue(NamedTuple):
     is_ranked: bool = False
     mode: Literal["min", "max"] | None = None
     is_bad: bool = False
-
-
-class Part(NamedTuple):
-    """A part of a state, or several small parts of a container combined.
-
-    Attributes:
-        name: The leaf path, or the common prefix of the leaves; of several parts that
-            of the first, and the last key of the last one.
-        bytes: The size of the values, uncompressed.
-    """
-
-    name: str
-    leaves: int
-    bytes: int
 
 
 class LeafHistory(NamedTuple):

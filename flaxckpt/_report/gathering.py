@@ -22,13 +22,7 @@ from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
-from flaxckpt._report import (
-    copies,
-    dataset_positions,
-    flight_recorder,
-    integrity,
-    size_groups,
-)
+from flaxckpt._report import dataset_positions, flight_recorder, integrity, parts
 from flaxckpt._report.data import Integrity, LeafHistory, MetricValue, Position, Report
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
@@ -116,8 +110,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     history = _inspect.history.of_events(events, listing)
     infos = {} if metadata is None else metadata.leaves
     trees = _run.disk_usage.subtrees(infos) if infos else []
-    repeated = copies.find(trees) if trees else ()
-    rest = copies.without(trees, repeated)
+    repeated = parts.find(trees) if trees else ()
+    rest = parts.without(trees, repeated)
     report = Report(
         path=listing.path,
         is_run=listing.is_run,
@@ -138,7 +132,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         total_bytes=0 if metadata is None else metadata.total_bytes,
         leaves=trees[0].leaves if trees else 0,
         copies=repeated,
-        parts=size_groups.divide(rest) if rest else (),
+        parts=parts.divide(rest) if rest else (),
         tree=tuple(rest),
         change=None,
         compared=None,
@@ -305,7 +299,7 @@ def _choose_steps(report: Report, options: ReportOptions) -> tuple[int, int] | N
 
 
 def _leaf_histories(
-    root: Path, repeated: Sequence[copies.Copy], infos: Mapping[LeafPath, LeafInfo]
+    root: Path, repeated: Sequence[parts.Copy], infos: Mapping[LeafPath, LeafInfo]
 ) -> tuple[LeafHistory, ...]:
     """Returns the recorded statistics of leaves; a step saved again counts once.
 
@@ -329,7 +323,7 @@ def _leaf_histories(
     histories = [
         LeafHistory(
             path,
-            copies.group_of(path, repeated),
+            parts.group_of(path, repeated),
             _kind(path, repeated, infos.get(path)),
             norms[path],
             leaf,
@@ -337,11 +331,11 @@ def _leaf_histories(
         )
         for path, leaf in last.items()
     ]
-    return tuple(sorted(histories, key=lambda leaf: copies.rank(leaf.group)))
+    return tuple(sorted(histories, key=lambda leaf: parts.rank(leaf.group)))
 
 
 def _kind(
-    path: LeafPath, repeated: Sequence[copies.Copy], info: LeafInfo | None
+    path: LeafPath, repeated: Sequence[parts.Copy], info: LeafInfo | None
 ) -> Literal["layer", "optimizer", "other"]:
     """Returns the kind of a leaf, by its name if no step has it any more."""
     if info is None:
@@ -352,7 +346,7 @@ def _kind(
         return "other"
     is_copy = any(path.startswith(f"{copy.path}/") for copy in repeated)
     has_role = info is not None and info.role is not None
-    return "optimizer" if is_copy or has_role or copies.is_optimizer(path) else "layer"
+    return "optimizer" if is_copy or has_role or parts.is_optimizer(path) else "layer"
 
 
 _COUNTED = frozenset(("int32", "int64", "uint32", "uint64", "bool"))

@@ -21,7 +21,7 @@ import jinja2
 from jinja2 import ext
 
 from flaxckpt import errors
-from flaxckpt._report import copies
+from flaxckpt._report import parts
 from flaxckpt._util import html, humanize
 
 
@@ -104,7 +104,7 @@ def _environment() -> jinja2.Environment:
     }
     compact = {"separators": (",", ":"), "allow_nan": False}
     environment.policies["json.dumps_kwargs"] = compact
-    environment.tests |= {"finite": math.isfinite, "optimizer": copies.is_optimizer}
+    environment.tests |= {"finite": math.isfinite, "optimizer": parts.is_optimizer}
     environment.globals |= {
         "address": address,
         "row": ShownRow,

@@ -716,7 +716,7 @@ def test_parts_add_up_for_any_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = _report.size_groups.divide(run_disk_usage.subtrees(leaves))
+    found = _report.parts.divide(run_disk_usage.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -844,7 +844,7 @@ def test_groups_ten_thousand_leaves_into_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = _report.size_groups.divide(run_disk_usage.subtrees(leaves))
+    found = _report.parts.divide(run_disk_usage.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

@@ -21,7 +21,7 @@ from tests.ui.test_views import STATES, ask, open_page
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._report.ui import overview, runs, verifications, verify, workspace
+from flaxckpt._report.ui import runs, verifications, verify, workspace
 
 __all__ = ["open_page"]
 
@@ -70,12 +70,12 @@ def test_reports_good_checkpoint_as_whole(tmp_path, open_page, kind):
     shown = verified(space, run="one")
     assert "one is whole" in shown
     assert "outcome good" in shown
-    assert 'class="state verified"' in ask(overview.page, space, run="one")
+    assert 'class="state verified"' in ask(runs.overview, space, run="one")
 
 
 def test_marks_only_read_step_as_verified(run, open_page):
     space = open_page(run)
-    before = ask(overview.page, space, run="run")
+    before = ask(runs.overview, space, run="run")
     assert "state verified" not in before
     assert 'href="/verify?run=run"' in before
     shown = verified(space, run="run", step=2)
@@ -96,7 +96,7 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
         assert f'data-place="{truth.places.get(name, name)}"' in shown
         assert why in shown
     assert f"1 file is at fault; {truth.summary}</summary>" in shown
-    assert "Step 2 is damaged, newest good 3" in ask(overview.page, space, run="run")
+    assert "Step 2 is damaged, newest good 3" in ask(runs.overview, space, run="run")
 
 
 def test_reports_unreadable_manifest_as_damage(run, open_page):
@@ -117,7 +117,7 @@ def test_overwritten_step_is_no_longer_verified(run, open_page):
     assert "outcome good" not in shown
     assert "Since then, it was saved again." in shown
     assert "check verified" not in shown
-    assert "check verified" not in ask(overview.page, space, run="run")
+    assert "check verified" not in ask(runs.overview, space, run="run")
 
 
 def test_does_not_report_deleted_step_as_damaged(run, open_page):
@@ -260,7 +260,7 @@ def test_does_not_show_repaired_step_as_damaged(run, open_page):
     assert "Step 2 of run was damaged when verified at" in shown
     assert "Since then, it has changed on the disk." in shown
     assert "--mark" not in shown
-    assert "is damaged" not in ask(overview.page, space, run="run")
+    assert "is damaged" not in ask(runs.overview, space, run="run")
     assert ">2</option>" in ask(verify.page, space, run="run")
 
 
@@ -332,13 +332,13 @@ def test_shows_result_only_for_its_own_step(run, open_page):
 
 def test_verification_changes_version_of_pages(run, open_page):
     space = open_page(run)
-    ask(overview.page, space, run="run")  # the first report
+    ask(runs.overview, space, run="run")  # the first report
     before = news(space).version
     verified(space, run="run", step=2)
     space.verifications.job._thread.join()
     after = news(space).version
     assert after != before
-    assert f'version={after}"' in ask(overview.page, space, run="run")
+    assert f'version={after}"' in ask(runs.overview, space, run="run")
 
 
 def test_suggests_no_mark_for_checkpoint_outside_run(tmp_path, open_page):
@@ -357,9 +357,9 @@ def test_damaged_step_is_no_longer_best(tmp_path, open_page):
             made.save(step, {"w": np.full((64, 8), step)}, metrics={"loss": loss})
     flip_bit(largest_file(tmp_path / "run" / "2" / "state"))
     space = open_page(tmp_path / "run")
-    assert marks(ask(overview.page, space, run="run"))[2] == ["best"]
+    assert marks(ask(runs.overview, space, run="run"))[2] == ["best"]
     verified(space, run="run", step="all")
-    shown = ask(overview.page, space, run="run")
+    shown = ask(runs.overview, space, run="run")
     assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert "because it is not marked as damaged" in shown
     [loss] = charts_of(shown)["metrics"]
@@ -375,7 +375,7 @@ def test_damaged_step_is_no_longer_best(tmp_path, open_page):
     assert ">2, damaged</option>" in chosen
     cli("verify", tmp_path / "run", 2, "--mark")
     space.feeds._feeds[tmp_path / "run"]._gather()
-    shown = ask(overview.page, space, run="run")
+    shown = ask(runs.overview, space, run="run")
     assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert f"{clause}<" in shown
 

@@ -38,7 +38,6 @@ from flaxckpt._report.ui import (
     compare,
     feeds,
     leaves,
-    overview,
     places,
     plan,
     runs,
@@ -134,7 +133,7 @@ def test_tree_lists_every_leaf_with_statistics(tmp_path, open_page, kind):
         shown = ask(leaves.statistics, space, run="one", leaf=path)
         assert html.escape(errors.printable(str(info))) in shown
     assert "<h2" in ask(leaves.page, space, run="one")
-    assert "Sizes" in ask(overview.page, space, run="one")
+    assert "Sizes" in ask(runs.overview, space, run="one")
 
 
 def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
@@ -433,7 +432,7 @@ def test_compares_run_with_neighbors_and_command_line_runs(tmp_path, open_page):
         for view in (compare.page, compare.result):
             with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
                 ask(view, space, run="a", with_=name)
-    for view in (leaves.page, overview.page, compare.page):
+    for view in (leaves.page, runs.overview, compare.page):
         with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
             ask(view, space, run="b")
 
@@ -494,7 +493,7 @@ def test_plans_into_states_created_later(tmp_path, open_page):
         for view in (plan.page, plan.result, plan.suggest):
             with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
                 ask(view, space, run="a", into=name)
-    for view in (leaves.page, overview.page, compare.page):
+    for view in (leaves.page, runs.overview, compare.page):
         with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
             ask(view, space, run="single")
     (runs_dir / "wanted.json").unlink()
@@ -659,7 +658,7 @@ def test_shows_damaged_run_with_its_damage(made, tmp_path, open_page):
     largest = largest_file(tmp_path / "run" / "70" / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
     space = open_page(tmp_path / "run")
-    assert "damaged" in ask(overview.page, space, run="run")
+    assert "damaged" in ask(runs.overview, space, run="run")
     assert "damaged" in ask(runs.page, space)
     assert "Leaves" in ask(leaves.page, space, run="run")
 
@@ -680,7 +679,7 @@ def test_table_of_runs_shows_newest_good_step(made, tmp_path, open_page):
     last = "last 0.5 at step 60"
     lines = charts_of(shown)["runs"]["metrics"][0]["lines"]
     [loss] = [line for line in lines if line["name"] == "run"]
-    [first, *_] = charts_of(ask(overview.page, space, run="run"))["metrics"]
+    [first, *_] = charts_of(ask(runs.overview, space, run="run"))["metrics"]
     for line in (loss, first):
         assert line["facts"].startswith(f"best 0.3 at step 50, {last}, ")
     assert (row["newest"], row["best eval/loss"]) == ("60", "0.3, step 50")
@@ -713,11 +712,11 @@ def test_single_checkpoint_shows_its_metrics(tmp_path, open_page):
     shutil.copytree(tmp_path / "run" / "3", tmp_path / "some" / "solo")
     flaxckpt.save(tmp_path / "some" / "without", {"w": np.ones(4)})
     space = open_page(tmp_path / "some" / "solo")
-    shown = ask(overview.page, space, run="solo")
+    shown = ask(runs.overview, space, run="solo")
     assert "2 metrics are stored with the checkpoint." in shown
     assert rows_of(shown, "metric") == [["loss", "0.25"], ["accuracy", "NaN"]]
     space = open_page(tmp_path / "some")
-    shown = ask(overview.page, space, run="without")
+    shown = ask(runs.overview, space, run="without")
     assert "No metrics are stored with the checkpoint." in shown
     lasts = [(r["last loss"], r["last accuracy"]) for r in cells(all_runs(space))]
     assert lasts == [("0.25", "NaN"), ("", "")]
@@ -780,7 +779,7 @@ def cells(shown):
 def test_shows_empty_run(tmp_path, open_page):
     (tmp_path / "run").mkdir()
     space = open_page(tmp_path / "run")
-    assert "no steps yet" in ask(overview.page, space, run="run")
+    assert "no steps yet" in ask(runs.overview, space, run="run")
     for view in (leaves.page, compare.page, plan.page):
         assert "<form" in ask(view, space, run="run") or view is leaves.page
 
@@ -816,7 +815,7 @@ def test_pages_change_no_files(made, open_page):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     space = open_page(made)
     all_runs(space)
-    ask(overview.page, space, run="run")
+    ask(runs.overview, space, run="run")
     ask(leaves.statistics, space, run="run", leaf="params/head")
     ask(compare.result, space, run="run", a=70, b=80)
     ask(plan.result, space, run="run", step=80, into="source")
@@ -869,7 +868,7 @@ def test_shows_runs_in_object_stores(store_path, open_page, kind):
             run.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
     space = open_page(root)
     assert list(space.places.runs) == ["run"]
-    [loss] = charts_of(ask(overview.page, space, run="run"))["metrics"]
+    [loss] = charts_of(ask(runs.overview, space, run="run"))["metrics"]
     assert loss["name"] == "loss"
     assert "<dl" in ask(leaves.statistics, space, run="run", step=2, leaf="w")
     assert 'data-path="w"' in ask(compare.result, space, run="run", a=1, b=2)
@@ -941,7 +940,7 @@ def all_runs(space):
     """Returns the view on all runs, after each was read."""
     for place in runs.listed(space):
         space.feeds.latest(place)
-    return ask(runs.content, space)
+    return ask(runs.table, space)
 
 
 def look_again(space):
@@ -1242,7 +1241,7 @@ def test_shows_long_rules_completely(tmp_path, open_page):
 
 def test_shows_runs_while_reading_them(made, open_page):
     space = open_page(made)
-    first = ask(runs.content, space)
+    first = ask(runs.table, space)
     assert "Reading " in first or first.count("data-run=") >= 2
     last = all_runs(space)
     assert "Reading " not in last

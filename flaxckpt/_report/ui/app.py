@@ -15,15 +15,15 @@ from starlette.types import ASGIApp
 
 from flaxckpt import errors
 from flaxckpt._report import assets, templates
-from flaxckpt._report.ui import compare, frame, leaves, overview, plan, runs, verify
+from flaxckpt._report.ui import compare, frame, leaves, plan, runs, verify
 from flaxckpt._report.ui.access import Guard
 from flaxckpt._report.ui.workspace import Query, View, Workspace
 
 _VIEWS: Mapping[str, View] = {
     "/": runs.page,
-    "/runs": runs.content,
-    "/run": overview.page,
-    "/run/sections": overview.sections,
+    "/runs": runs.table,
+    "/run": runs.overview,
+    "/run/sections": runs.sections,
     "/leaves": leaves.page,
     "/leaves/branch": leaves.branch,
     "/leaves/search": leaves.search,

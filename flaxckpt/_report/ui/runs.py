@@ -1,19 +1,18 @@
-"""The view on a directory of runs: a table, and their metrics side by side."""
+"""The views on a run, and on a directory of runs: a table, and their metrics."""
 
 from __future__ import annotations
 
 import collections
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from flaxckpt import errors, policies
-from flaxckpt._inspect.listing import Step
-from flaxckpt._report import chart_data, flight_recorder, templates
+from flaxckpt._report import chart_data, content, flight_recorder, templates
 from flaxckpt._report.content import Content
-from flaxckpt._report.data import MetricValue, Report, last_good
-from flaxckpt._report.ui import feeds, frame, overview
+from flaxckpt._report.data import MetricValue, Report
+from flaxckpt._report.ui import feeds, frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
@@ -33,8 +32,35 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     places = workspace.places
     if places.is_single:
         (place,) = places.runs.values()
-        return overview.show(workspace, place)
+        return _show(workspace, place)
     return frame.render("ui/all_runs.html", workspace, None, version="")
+
+
+def overview(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the page on a run or a checkpoint, the field `run`."""
+    return _show(workspace, workspace.places.find(query.text("run")))
+
+
+def _show(workspace: Workspace, place: Location) -> html.Markup:
+    workspace.feeds.latest(place)  # the first report has a version
+    version = workspace.version(place)
+    shown = _describe_run(workspace, place)
+    return frame.render("ui/overview.html", workspace, place, version=version, **shown)
+
+
+def sections(workspace: Workspace, query: Query) -> html.Markup:
+    """Returns the sections on a run as of now; with `all`, all of its steps."""
+    place = workspace.places.find(query.text("run"))
+    most = None if query.text("all") else content.MOST_STEPS
+    shown = _describe_run(workspace, place, most)
+    return templates.render("ui/sections.html", place=place, **shown)
+
+
+def _describe_run(
+    workspace: Workspace, place: Location, most: int | None = content.MOST_STEPS
+) -> Content:
+    shown = content.describe(workspace.report(place), most)
+    return {**shown, "runs": workspace.places.runs.values()}
 
 
 def listed(workspace: Workspace) -> list[Location]:
@@ -59,7 +85,7 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
     return latest._replace(version=version)
 
 
-def content(workspace: Workspace, query: Query) -> html.Markup:
+def table(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the metrics of all runs, and a table of the runs.
 
     Names the runs whose report is not ready; the page updates when it is.
@@ -94,10 +120,9 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
     choices = {**_GROUPS, **{f"tag:{name}": name for name in tags}}
     if by.startswith("tag:"):
         choices.setdefault(by, by[4:])
-    groups: dict[str, list[Content]] = {}
+    groups: dict[str, list[str]] = {}
     for run in _rank(reports, ranking):
-        row = _describe(run, reports[run], shown, ranking)
-        groups.setdefault(_name_group(run, reports[run], by), []).append(row)
+        groups.setdefault(_name_group(run, reports[run], by), []).append(run)
     if unread:
         groups.setdefault("cannot be read" if by in choices and by else "", [])
     return templates.render(
@@ -115,6 +140,9 @@ def content(workspace: Workspace, query: Query) -> html.Markup:
         metric=ranking.metric,
         tags=tags[:_MOST_COLUMNS],
         groups=groups,
+        reports=reports,
+        best={run: _find_best(reports[run], ranking) for run in reports},
+        diverged=flight_recorder.find_divergence,
         unread=unread,
         more=list(workspace.places.runs)[_MOST_RUNS:],
     )
@@ -221,29 +249,3 @@ def _name_group(run: str, report: Report, by: str) -> str:
         name = by[4:]
         return f"{name}={report.tags[name]}" if name in report.tags else f"no {name}"
     return ""
-
-
-def _describe(
-    run: str, report: Report, names: Sequence[str], ranking: _Ranking
-) -> Content:
-    """Returns the row of a run, with its newest good step."""
-    newest = report.good[-1] if report.good else None
-    first = _find_best(report, ranking)
-    bests = [(ranking.metric, first)] if first is not None else []
-    return {
-        "run": run,
-        "report": report,
-        "words": [*report.metrics, *(f"{n}={tag}" for n, tag in report.tags.items())],
-        "newest": newest,
-        "bests": bests + [each for each in report.bests if each[0] != ranking.metric],
-        "lasts": [_last(report, newest, name) for name in names],
-        "diverged": flight_recorder.find_divergence(report),
-    }
-
-
-def _last(report: Report, newest: Step | None, name: str) -> float | None:
-    """Returns the metric of a checkpoint, or of the newest step that can be used."""
-    if not report.is_run:
-        return None if newest is None else newest.metrics.get(name)
-    last = last_good(report.metrics.get(name, ()))
-    return None if last is None else last.value

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final, Literal, TypeAlias
 
-from flaxckpt import _checkpoint, errors
+from flaxckpt import errors
 from flaxckpt._report import templates
 from flaxckpt._report.content import Content
-from flaxckpt._report.data import Report
-from flaxckpt._report.integrity import Verification
 from flaxckpt._report.ui import frame
 from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.verifications import Job
@@ -19,9 +17,6 @@ from flaxckpt._util import html
 _ALL: Final = "all"
 _Chosen: TypeAlias = int | Literal["all"] | None
 """The steps that a page is about; None for a checkpoint, or if none were chosen."""
-
-_MOST_SHOWN = 20
-"""Steps whose faults are listed."""
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
@@ -82,63 +77,25 @@ def _describe(
     """Returns the part of the page that is replaced while a verification runs."""
     report = workspace.feeds.latest(place).report
     found = workspace.verifications.find(place, report)
-    numbers = [step.step for step in report.steps if chosen in (_ALL, step.step)]
-    results = {n: found[n] for n in numbers if n in found and not found[n].news}
-    bad = [result for result in results.values() if result.integrity.is_bad][::-1]
-    job = workspace.verifications.job
-    is_running = job is not None and job.is_running
-    known = workspace.report(place)
-    ended = None if is_running else _find_outcome(job, place, chosen, found, known)
+    steps = {step.step for step in report.steps}
+    job, running = workspace.verifications.job, None
+    if job is not None and job.is_running:
+        job, running = None, job
+    elif job is not None and not _is_about(job, place, chosen, steps):
+        job = None
+    results = [found[chosen]] if chosen != _ALL and chosen in found else []
+    current = [each for each in found.values() if not each.news]
     return {
         "place": place,
         "error": error,
         "step": chosen,
-        "job": job if is_running else None,
-        "outcome": ended,
-        "faults": [_list_faults(result) for result in bad[:_MOST_SHOWN]],
-        "more": max(0, len(bad) - _MOST_SHOWN),
-        "remedies": _find_remedies(report, results),
-        "report": known,
-        "said": {result.step.step for result in bad[:_MOST_SHOWN]},
-    }
-
-
-# ---- the outcome ------------------------------------------------------------------
-
-
-def _find_outcome(
-    job: Job | None,
-    place: Location,
-    chosen: _Chosen,
-    found: Mapping[int | None, Verification],
-    known: Report,
-) -> Content:
-    """Returns the results of the chosen steps, and what is known since.
-
-    They are green if every byte was good, and nothing else is known since.
-    """
-    steps = {step.step for step in known.steps}
-    if job is not None and not _is_about(job, place, chosen, steps):
-        job = None
-    verified = [] if job is None else [*job.steps]
-    results = [] if job is None else [*job.results]
-    if job is None and chosen != _ALL and chosen in found:
-        results = [found[chosen]]
-        verified = [results[0].step]
-    numbers = [result.step.step for result in results]
-    news = [(n, found[n].news) for n in numbers if n in found and found[n].news]
-    is_whole = [r.integrity.state for r in results] == ["verified"] * len(verified)
-    is_bad = any(result.integrity.is_bad for result in results)
-    if news:
-        is_bad = not known.faults.keys().isdisjoint(numbers)
-    return {
+        "report": workspace.report(place),
+        "running": running,
         "job": job,
-        "steps": verified,
-        "results": results,
-        "news": news,
-        "is_whole": is_whole,
-        "kind": "bad" if is_bad else "good" if is_whole and not news else "open",
-        "is_missing": isinstance(chosen, int) and chosen not in steps,
+        "verified": [each.step for each in results] if job is None else job.steps,
+        "results": results if job is None else [*job.results],
+        "news": {step: each.news for step, each in found.items() if each.news},
+        "current": [r for r in current if chosen in (_ALL, r.step.step)],
     }
 
 
@@ -152,31 +109,3 @@ def _is_about(
     if chosen == _ALL:
         return len(read) > 1 or read == {*steps}
     return read == {chosen}
-
-
-# ---- faults and remedies ----------------------------------------------------------
-
-
-def _list_faults(result: Verification) -> Content:
-    """Returns the faults of a step: place, its file, the values in it, and why."""
-    rows = [(place, *place.partition(" -> ")[::2], why) for place, why in result.faults]
-    files = {file for _, file, *_ in rows if file != _checkpoint.verify_report.HERE}
-    return {
-        "step": result.step.step,
-        "files": len(files),
-        "what": (files and result.summary) or result.integrity.detail,
-        "rows": rows,
-        "more": result.more_faults,
-    }
-
-
-def _find_remedies(
-    report: Report, results: Mapping[int | None, Verification]
-) -> dict[bool, list[int]]:
-    """Returns the steps to mark, under True, and the marked ones that are good."""
-    marked = {s.step for s in report.steps if s.damage is not None}
-    numbers = sorted(n for n in results if n is not None)
-    states = {n: results[n].integrity.state for n in numbers}
-    damaged = [n for n, s in states.items() if s == "damaged" and n not in marked]
-    good = [n for n, s in states.items() if s == "verified" and n in marked]
-    return {True: damaged, False: good}

@@ -80,10 +80,10 @@ def test_copies_and_parts_add_up_to_whole_state(tmp_path, name, x64):
         flaxckpt.save(tmp_path / "checkpoint", make())
     described = flaxckpt.metadata(tmp_path / "checkpoint")
     trees = _run.disk_usage.subtrees(described.leaves)
-    found = _report.copies.find(trees)
+    found = _report.parts.find(trees)
     assert [copy.of for copy in found] == [original] * count
-    rest = _report.copies.without(trees, found)
-    parts = (*_report.size_groups.divide(rest), *found)
+    rest = _report.parts.without(trees, found)
+    parts = (*_report.parts.divide(rest), *found)
     assert sum(part.bytes for part in parts) == described.total_bytes
     values = [info for info in described.leaves.values() if info.kind != "empty"]
     assert sum(part.leaves for part in parts) == len(values)

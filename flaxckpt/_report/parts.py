@@ -1,4 +1,4 @@
-"""Finds the parts of a state that have the shapes of the parameters, as moments have.
+"""Divides a state into its parts: the largest, and those that repeat the parameters.
 
 Moments of the optimizer repeat the tree of the parameters. A report shows that tree
 once, and names the containers that repeat it.
@@ -19,6 +19,20 @@ _DEEPEST = 3
 
 _LEAST_SHARE = 0.02
 """Smaller copies are not worth a name."""
+
+
+class Part(NamedTuple):
+    """A part of a state, or several small parts of a container combined.
+
+    Attributes:
+        name: The leaf path, or the common prefix of the leaves; of several parts that
+            of the first, and the last key of the last one.
+        bytes: The size of the values, uncompressed.
+    """
+
+    name: str
+    leaves: int
+    bytes: int
 
 
 class Copy(NamedTuple):
@@ -128,3 +142,47 @@ def find_children(trees: Sequence[Subtree]) -> list[list[int]]:
             children[above[-1]].append(n)
         above.append(n)
     return children
+
+
+# ---- the largest parts ------------------------------------------------------------
+
+_MOST_PARTS = 60
+_MOST_INNER = 14
+"""Limit for a container; its smaller children are combined."""
+
+_LEAST_SHARE = 0.08
+"""Parts with a smaller share of the whole are not divided."""
+
+
+def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:
+    """Divides a checkpoint into parts that add up to the whole, the largest first.
+
+    Each container comes before its children.
+    """
+    inner = find_children(trees)
+
+    def size_of(numbers: Sequence[int]) -> int:
+        return sum(trees[n].bytes for n in numbers)
+
+    waiting, parts = [[0]], list[Part]()
+    while waiting:  # the largest first, as there is room for few
+        waiting.sort(key=size_of)
+        numbers = waiting.pop()
+        size = size_of(numbers)
+        is_large = len(numbers) == 1 and size >= trees[0].bytes * _LEAST_SHARE
+        inside = _split(trees, inner[numbers[0]]) if is_large else []
+        if inside and len(parts) + len(waiting) + len(inside) < _MOST_PARTS:
+            waiting += inside
+        else:
+            name, last = trees[numbers[0]].shown_path, trees[numbers[-1]].name
+            name += f" … {last}" if len(numbers) > 1 else ""
+            parts.append(Part(name, sum(trees[n].leaves for n in numbers), size))
+    return tuple(sorted(parts, key=lambda part: (-part.bytes, part.name)))
+
+
+def _split(trees: Sequence[Subtree], inner: Sequence[int]) -> list[list[int]]:
+    """Returns the large children of a container alone, and the rest together."""
+    if len(inner) <= _MOST_INNER:
+        return [[n] for n in inner]
+    alone = sorted(inner, key=lambda n: -trees[n].bytes)[: _MOST_INNER - 1]
+    return [*([n] for n in alone), [n for n in inner if n not in alone]]
