@@ -95,10 +95,10 @@ class RestorePlan:
 
     @property
     def summary(self) -> str:
-        """The number of leaves of each outcome, and the bytes to read, in a line."""
-        size = f"{self.bytes_to_read:,} bytes to read"
+        """The number of leaves of each outcome, and the size to read, in a line."""
+        size = f"{_util.humanize.size(self.bytes_to_read)} to read"
         if self.bytes_here != self.bytes_to_read:
-            size += f", {self.bytes_here:,} here"
+            size += f", {_util.humanize.size(self.bytes_here)} here"
         return f"{self.path}: {describe_outcomes(self)}; {size}"
 
     def __str__(self) -> str:
