@@ -10,12 +10,14 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from flaxckpt import _doors
-from flaxckpt.cli import _app
+from flaxckpt.cli import _app, _parameters
 
 __all__ = ["app", "main"]
 
@@ -93,9 +95,34 @@ class _Verbs(click.Group):
         name = args[0]
         near = difflib.get_close_matches(name, _MODULES, n=1)
         meant = _GUESSED.get(name) or next(iter(near), None)
-        if name not in _MODULES and meant is not None and not ctx.resilient_parsing:
-            ctx.fail(f"there is no verb {name!r}: did you mean flaxckpt {meant}?")
+        is_option = name.startswith("-")  # click knows which ones there are
+        if name not in _MODULES and not is_option and not ctx.resilient_parsing:
+            advice = (
+                f"did you mean flaxckpt {meant}?" if meant else "see flaxckpt --help"
+            )
+            raise click.UsageError(f"there is no verb {name!r}: {advice}")
         return super().resolve_command(ctx, args)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line; its errors look like those of the verbs."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = error.exit_code
+        except click.UsageError as error:
+            _app.print_error(_parameters.describe_error(error))
+            code = error.exit_code
+        except click.Abort:
+            code = _app.INTERRUPTED
+        return sys.exit(code) if standalone_mode else code
 
 
 @click.group(

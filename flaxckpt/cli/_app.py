@@ -196,6 +196,12 @@ class FirstMessages(logging.Filter):
         return is_new
 
 
+def print_error(message: str) -> None:
+    """Prints an error to stderr, wrapped to the terminal."""
+    lines = _output.wrap_errors(_printable(f"flaxckpt: {message}"))
+    print("\n".join(lines), file=sys.stderr)
+
+
 @contextlib.contextmanager
 def _error_report() -> Iterator[None]:
     """Prints an error to stderr and exits with the exit code of the error."""
@@ -209,10 +215,9 @@ def _error_report() -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
     except errors.CheckpointError as error:
         command = click.get_current_context().command
-        message = _printable(_name_options(f"flaxckpt: {error}", command))
-        print("\n".join(_output.wrap_errors(message)), file=sys.stderr)
+        print_error(_name_options(str(error), command))
         is_finding = isinstance(error, _FINDING_ERRORS)
         raise click.exceptions.Exit(FINDING if is_finding else USAGE_ERROR) from None
     except OSError as error:
-        print(_printable(f"flaxckpt: {error}"), file=sys.stderr)
+        print_error(str(error))
         raise click.exceptions.Exit(FINDING) from None

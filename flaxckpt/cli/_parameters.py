@@ -6,14 +6,17 @@ Argument(...)]`: the type says how to parse it.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import click
 
+from flaxckpt import errors
 from flaxckpt.cli import _completion, _step_names
 
 
@@ -127,12 +130,83 @@ def _to_list(
 
 def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:
     if typing.get_origin(wanted) is Literal:
-        return click.Choice(typing.get_args(wanted))
+        return _Choice(typing.get_args(wanted))
     if wanted is int:
-        return click.INT if least is None else click.IntRange(min=int(least))
-    if wanted is float:
-        return click.FLOAT if least is None else click.FloatRange(min=least)
-    return click.STRING
+        return _Whole(min=int(least or 0))
+    return _Number(min=least or 0.0) if wanted is float else click.STRING
+
+
+class _Choice(click.Choice[str]):
+    """One of some words."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Returns the word."""
+        with _refusal(self, _join(self.choices), value, self.choices):
+            return super().convert(value, param, ctx)
+
+
+class _Whole(click.IntRange):
+    """A whole number that is not too small."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Returns the number."""
+        with _refusal(self, f"a whole number of at least {self.min}", value):
+            return super().convert(value, param, ctx)
+
+
+class _Number(click.FloatRange):
+    """A number that is not too small."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Returns the number."""
+        with _refusal(self, f"a number of at least {self.min:g}", value):
+            return super().convert(value, param, ctx)
+
+
+@contextlib.contextmanager
+def _refusal(
+    kind: click.ParamType[Any], wanted: str, value: object, words: Sequence[str] = ()
+) -> Iterator[None]:
+    """Says what a value must be, if click refuses it in the block."""
+    try:
+        yield
+    except click.BadParameter:
+        near = difflib.get_close_matches(str(value), words, n=1)
+        advice = f": did you mean {near[0]}?" if near else ""
+        kind.fail(f"must be {wanted}, found {value!r}{advice}")
+
+
+def _join(words: Sequence[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def describe_error(error: click.UsageError) -> str:
+    """Returns what is wrong with a command line, and what to write instead."""
+    told = error.format_message().rstrip(".")
+    context = error.ctx
+    if context is None:
+        return f"{told[:1].lower()}{told[1:]}"
+    path = context.command_path
+    match error:
+        case click.MissingParameter(param=_Argument() as param):
+            usage = " ".join(context.command.collect_usage_pieces(context))
+            meaning = f"{param.meaning[:1].lower()}{param.meaning[1:]}".rstrip(".")
+            name = param.title
+            return f"{name} is missing: write {path} {usage}\n{name} is {meaning}"
+        case click.NoSuchOption():
+            near = errors.first_few(sorted(error.possibilities or ()), 3)
+            advice = f"did you mean {near}?" if near else f"see {path} --help"
+            return f"there is no option {error.option_name}: {advice}"
+        case click.BadParameter(param=click.Parameter() as param):
+            return f"{getattr(param, 'title', param.opts[0])} {error.message}"
+    return f"{told[:1].lower()}{told[1:]}; see {path} --help"
 
 
 class _Argument(click.Argument):
@@ -141,6 +215,11 @@ class _Argument(click.Argument):
     def __init__(self, *args: Any, meaning: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.meaning = meaning
+
+    @property
+    def title(self) -> str:
+        """The name in the usage, without the brackets."""
+        return (self.metavar or "").strip("[.]")
 
 
 class _Command(click.Command):
@@ -161,12 +240,16 @@ class _Command(click.Command):
         if not ctx.args or ctx.resilient_parsing:
             return ctx.args
         listed = " ".join(ctx.args)
-        few = "argument" if len(ctx.args) == 1 else "arguments"
+        taken = [param.title for param in self.params if isinstance(param, _Argument)]
         options = {name for param in self.params for name in param.opts}
         is_step = len(ctx.args) == 1 and _step_names.parse(listed) is not None
         is_step &= "--step" in options
-        hint = f": for a step, write --step {listed}" if is_step else ""
-        raise click.UsageError(f"Got unexpected extra {few} ({listed}){hint}", ctx)
+        raise click.UsageError(
+            f"{ctx.info_name} takes {', '.join(taken) or 'no argument'}, found"
+            f" also {errors.first_few([*map(repr, ctx.args)], 3)}"
+            + (f": for a step, write --step {listed}" if is_step else ""),
+            ctx,
+        )
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter

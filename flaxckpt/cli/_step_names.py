@@ -44,7 +44,7 @@ class StepType(_ParamType):
         """Returns a number or a `StepName`."""
         found = value if isinstance(value, int) else parse(str(value))
         if found is None:
-            self.fail(f"{value!r} is not a step: wanted {FORMS}", param, ctx)
+            self.fail(f"must be {FORMS}, found {value!r}", param, ctx)
         return found
 
 

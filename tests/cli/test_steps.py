@@ -100,7 +100,7 @@ def test_error_for_invalid_step_lists_valid_forms(ranked, command):
         ["show", "ranked", "--step", "-1"],
         ["pin", "ranked", "1.5"],
     ):
-        wanted = "is not a step: wanted a number, latest, best, or best:METRIC"
+        wanted = "must be a number, latest, best, or best:METRIC, found"
         assert wanted in command.refuses(*args)
     assert "write --step best" in command.refuses("du", "ranked", "best")
     assert "leave latest out" in command.refuses("verify", "ranked/100", "latest")
