@@ -1,12 +1,12 @@
 """The time between saves is chosen from their measured cost."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
 
 import flaxckpt
 from flaxckpt import SaveResult, errors
-from flaxckpt._training.save_interval import SaveInterval
 from tests.helpers import command_line, run_files
 
 
@@ -21,99 +21,105 @@ class Save(NamedTuple):
         return self.loop.steps >= self.ends
 
     def wait(self):
+        if self.loop.fails:
+            raise errors.SaveFailedError("the disk is full")
         return SaveResult(None, "", 0, 0.0, self.loop.now - self.began)
 
 
-class Loop:
-    """A loop of steps on a clock of its own, with saves of known cost.
+class Loop(flaxckpt.Checkpointer):
+    """A run whose loop has a clock of its own, and saves of known cost.
 
     Args:
         save_steps: Number of steps that run beside a save, each slower by `delay`.
+        fails: Whether all saves fail.
     """
 
-    def __init__(self, *, blocked=0.5, save_steps=4, delay=0.25, **options):
-        self.now = 0.0
-        self.interval = SaveInterval(clock=lambda: self.now, **options)
+    def __init__(
+        self, path, *, blocked=0.5, save_steps=4, delay=0.25, fails=False, **options
+    ):
+        super().__init__(path)
+        self.now, self.steps, self.saved_at = 0.0, 0, []
         self.blocked, self.save_steps, self.delay = blocked, save_steps, delay
-        self.saved_at = [0.0]
-        self.steps = 0
-        self.choices = []
-        self._save = None
+        self.fails = fails
+        self.begun = None
+        self.on_step = flaxckpt.CheckpointCallback(
+            self, clock=lambda: self.now, save_last=False, check_step=False, **options
+        )
 
     def run(self, steps, secs=1.0):
         for _ in range(steps):
-            self.interval.begin_step()
-            is_saving = self._save is not None and not self._save.done()
+            is_saving = self.begun is not None and not self.begun.done()
             self.now += secs + (self.delay if is_saving else 0)
             self.steps += 1
-            if (choice := self.interval.end_step()) is not None:
-                self.choices.append(choice)
-            if self.interval.is_due(self.saved_at[-1]):
-                self._save = Save(self, self.now, self.steps + self.save_steps)
-                self.now += self.blocked
-                self.interval.note_save(self._save, self.blocked)
-                self.saved_at.append(self.now)
+            self.on_step(self.steps, {})
         return self
+
+    def save(self, step, state, **options):
+        self.begun = Save(self, self.now, self.steps + self.save_steps)
+        self.now += self.blocked
+        self.saved_at.append(self.now)
+        return self.begun
+
+    @property
+    def choices(self):
+        """The choices of an interval that the journal has, as dicts."""
+        events = run_files.read_events(self.directory)
+        return [event.details for event in events if event.kind == "scheduled"]
 
     @property
     def intervals(self):
-        return [
-            b - a for a, b in zip(self.saved_at[1:], self.saved_at[2:], strict=False)
-        ]
+        return [b - a for a, b in itertools.pairwise(self.saved_at)]
 
 
-def test_first_save_follows_enough_measured_steps():
-    loop = Loop(overhead=0.01, mtbf_secs=None).run(30)
-    assert loop.saved_at[1:] == [22.5]  # two steps that compile, and twenty
+def test_first_save_follows_enough_measured_steps(tmp_path):
+    loop = Loop(tmp_path, overhead=0.01).run(30)
+    assert loop.saved_at == [23.5]  # a step without a begin, two that compile, twenty
 
 
-def test_saves_cost_given_fraction_of_time():
-    loop = Loop(overhead=0.01, mtbf_secs=None).run(2000)
+def test_saves_cost_given_fraction_of_time(tmp_path):
+    loop = Loop(tmp_path, overhead=0.01).run(2000)
     # A save costs 0.5 s of blocking and 4 steps with 0.25 s of delay each.
     [choice] = loop.choices  # reported once
-    assert choice.cost_secs == pytest.approx(1.5)
+    assert choice["cost_secs"] == pytest.approx(1.5)
     assert all(150 <= secs <= 152.5 for secs in loop.intervals)
     assert len(loop.intervals) > 10
-    lost = 1.5 * (len(loop.saved_at) - 1)
+    lost = 1.5 * len(loop.saved_at)
     assert lost / loop.now == pytest.approx(0.01, rel=0.05)
 
 
-def test_only_rare_failures_change_save_interval():
-    rare = Loop(overhead=0.01, mtbf_secs=1e6).run(20_000)
+def test_only_rare_failures_change_save_interval(tmp_path):
+    rare = Loop(tmp_path / "rare", overhead=0.01, mtbf_secs=1e6).run(20_000)
     # sqrt(2 * 1.5 s * 1e6 s)
     assert all(1732 <= secs <= 1734.5 for secs in rare.intervals)
-    assert "a failure each 1e+06 s" in rare.interval.reason
-    frequent = Loop(overhead=0.01, mtbf_secs=10).run(2000)
+    assert "a failure each 1e+06 s" in rare.choices[-1]["reason"]
+    frequent = Loop(tmp_path / "frequent", overhead=0.01, mtbf_secs=10).run(2000)
     assert all(150 <= secs <= 152.5 for secs in frequent.intervals)
 
 
-def test_free_save_is_not_followed_at_once_by_another():
-    loop = Loop(blocked=0.0, delay=0.0, overhead=0.5, mtbf_secs=None).run(200)
+def test_free_save_is_not_followed_at_once_by_another(tmp_path):
+    loop = Loop(tmp_path, blocked=0.0, delay=0.0, overhead=0.5).run(200)
     assert all(secs >= 2 * loop.save_steps for secs in loop.intervals)
-    assert "a save takes 4 s" in loop.interval.reason
+    assert "a save takes 4 s" in loop.choices[-1]["reason"]
 
 
-def test_follows_and_reports_change_of_cost():
-    loop = Loop(overhead=0.1, mtbf_secs=None).run(500)
+def test_follows_and_reports_change_of_cost(tmp_path):
+    loop = Loop(tmp_path, overhead=0.1).run(500)
     [before] = loop.choices
-    assert before.interval_secs == pytest.approx(15)
+    assert before["interval_secs"] == pytest.approx(15)
     loop.blocked = 3.5
     loop.run(1000)
     after = loop.choices[-1]
-    assert after.interval_secs == pytest.approx(45)
-    assert "a save each 45 s, because it costs the loop 4.5 s" in after.reason
+    assert after["interval_secs"] == pytest.approx(45)
+    assert "a save each 45 s, because it costs the loop 4.5 s" in after["reason"]
 
 
 def test_does_not_measure_failed_save(tmp_path):
-    interval = SaveInterval(0.01, None, lambda: 0.0)
-    (tmp_path / "file").write_text("in the way")
-    handle = flaxckpt.save_async(tmp_path / "file" / "state", {"n": 1})
-    with pytest.raises(errors.CheckpointError):
-        handle.wait()
-    interval.note_save(handle, 0.5)
-    interval.begin_step()
-    assert interval.end_step() is None
-    assert interval.reason == "the cost of a save is measured"
+    loop = Loop(tmp_path, overhead=0.01, fails=True).run(60)
+    assert loop.saved_at
+    assert not loop.choices
+    loop.fails = False
+    loop.run(60)
+    assert len(loop.choices) == 1
 
 
 @pytest.mark.slow
