@@ -1,12 +1,15 @@
-"""Chunk shapes and replica slices: pinned examples, and what holds for all shapes."""
+"""Chunk shapes: pinned examples, and what holds for all shapes."""
 
 import math
 
+import jax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
+import flaxckpt
 
 MIB = 2**20
 PRIME = 16_777_259  # the first above 2**24
@@ -18,8 +21,38 @@ dims = st.one_of(
     st.sampled_from([2**14, 10_007, 50_257, 250_112, PRIME]),
 )
 shapes = st.lists(dims, max_size=4).map(tuple)
-itemsizes = st.sampled_from([0.5, 1, 2, 4, 8, 16])
+full_shapes = shapes.map(lambda shape: tuple(size or 1 for size in shape))
+itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
+
+DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "complex64", 16: "complex128"}
+
+
+def choose(shape, *, itemsize, max_bytes, ragged=False, cuts=None):
+    """Returns the chunk shape of a part that a writer has.
+
+    Args:
+        ragged: True for a whole array. Otherwise the part is a half of one, if it has
+            an axis.
+        cuts: Axis that will be cut -> number of parts along it.
+    """
+    writers = dict(cuts or {})
+    if not ragged and not cuts and shape:
+        writers = {0: 2}
+    sizes = tuple(writers.get(axis, 1) for axis in range(len(shape)))
+    names = [f"axis_{axis}" for axis in range(len(shape))]
+    mesh = AbstractMesh(sizes or (1,), tuple(names) or ("axis",))
+    leaf = jax.ShapeDtypeStruct(
+        tuple(size * count for size, count in zip(shape, sizes, strict=True)),
+        DTYPES[itemsize],
+        sharding=NamedSharding(mesh, P(*names)),
+    )
+    layout = flaxckpt.ArrayLayout(chunk_bytes=max_bytes, shard_axes=tuple(cuts or ()))
+    return flaxckpt.parameter_infos(leaf, layout=layout).chunk_shape
+
+
+def chunk_count(shape, chunk):
+    return math.prod(-(-dim // part) for dim, part in zip(shape, chunk, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -45,16 +78,12 @@ byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
         ((840, 1024), 1, 42 * 1024, (40, 1024)),
         ((), 4, 64 * MIB, ()),
         ((1,), 4, 64 * MIB, (1,)),
-        # half-byte elements: the bound in elements is a fraction of the bound in bytes
-        ((8192,), 0.5, 2048, (4096,)),
         # smaller than one element
         ((6,), 8, 1, (1,)),
     ],
 )
 def test_chooses_expected_chunks_for_shards(write_shape, itemsize, max_bytes, expected):
-    found = zarr_chunk_shape.choose_chunk_shape(
-        write_shape, itemsize=itemsize, max_bytes=max_bytes
-    )
+    found = choose(write_shape, itemsize=itemsize, max_bytes=max_bytes)
     assert found == expected
 
 
@@ -84,9 +113,7 @@ def test_chooses_expected_chunks_for_shards(write_shape, itemsize, max_bytes, ex
 def test_large_primes_and_empty_axes_get_few_chunks(
     write_shape, max_bytes, ragged, expected
 ):
-    found = zarr_chunk_shape.choose_chunk_shape(
-        write_shape, itemsize=4, max_bytes=max_bytes, ragged=ragged
-    )
+    found = choose(write_shape, itemsize=4, max_bytes=max_bytes, ragged=ragged)
     assert found == expected
 
 
@@ -94,81 +121,66 @@ def test_large_primes_and_empty_axes_get_few_chunks(
 @example((50_257, 768), 4, 64 * MIB)
 @example((PRIME, 2), 4, 64 * MIB)
 def test_shard_chunks_divide_evenly_and_stay_few(shape, itemsize, max_bytes):
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=max_bytes
-    )
+    chunk = choose(shape, itemsize=itemsize, max_bytes=max_bytes)
     full = full_shape(shape)
     assert all(s % c == 0 for s, c in zip(full, chunk, strict=True))
-    assert zarr_chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+    assert chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
 
 
-@given(shapes, itemsizes, byte_counts)
+@given(full_shapes, itemsizes, byte_counts)
 @example((PRIME, 2), 4, 64 * MIB)
 @example((2, PRIME), 4, 64 * MIB)
 @example((100, 7, 3_000_000), 4, 64 * MIB)
 def test_array_chunks_fit_limit_and_stay_few(shape, itemsize, max_bytes):
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
-    )
-    full = full_shape(shape)
-    assert all(1 <= c <= s for s, c in zip(full, chunk, strict=True))
+    chunk = choose(shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True)
+    assert all(1 <= c <= s for s, c in zip(shape, chunk, strict=True))
     assert math.prod(chunk) * itemsize <= max(max_bytes, itemsize)
-    assert zarr_chunk_shape.chunk_count(full, chunk) <= few(full, itemsize, max_bytes)
+    assert chunk_count(shape, chunk) <= few(shape, itemsize, max_bytes)
 
 
-@given(shapes, itemsizes, byte_counts)
+@given(full_shapes, itemsizes, byte_counts)
 @example((4096, 16_384), 4, 64 * MIB)
 @example((2, PRIME), 4, 64 * MIB)
 @example((101, 1000, 1000), 4, 64 * MIB)
 @example((100, 7, 3_000_000), 4, 64 * MIB)
 def test_array_chunks_are_contiguous_with_little_padding(shape, itemsize, max_bytes):
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
-    )
-    full = full_shape(shape)
-    assert is_run(full, chunk)
-    runs = math.prod(full[: cut_axis(full, chunk)])
-    padding = math.prod(chunk) * zarr_chunk_shape.chunk_count(full, chunk) - math.prod(
-        full
-    )
+    chunk = choose(shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True)
+    assert is_run(shape, chunk)
+    runs = math.prod(shape[: cut_axis(shape, chunk)])
+    padding = math.prod(chunk) * chunk_count(shape, chunk) - math.prod(shape)
     if runs > 1:
-        assert padding <= math.prod(full) / 7
+        assert padding <= math.prod(shape) / 7
         return
-    assert padding <= math.prod(full) / 10
-    row = math.prod(chunk) // max(chunk[cut_axis(full, chunk)], 1) if shape else 1
+    assert padding <= math.prod(shape) / 10
+    row = math.prod(chunk) // max(chunk[cut_axis(shape, chunk)], 1) if shape else 1
     group = math.lcm(row, int(PAGE // itemsize))
-    assert padding <= math.prod(full) / 20 + group
+    assert padding <= math.prod(shape) / 20 + group
 
 
-@given(shapes, st.sampled_from([0.5, 1, 2, 4, 8, 16]), byte_counts)
+@given(full_shapes, st.sampled_from([1, 2, 4, 8, 16]), byte_counts)
 @example((50_257, 768), 4, 64 * MIB)
 @example((PRIME, 4), 4, 64 * MIB)
 def test_array_chunks_align_to_pages_where_rows_allow(shape, itemsize, max_bytes):
-    full = full_shape(shape)
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True
-    )
+    chunk = choose(shape, itemsize=itemsize, max_bytes=max_bytes, ragged=True)
     chunk_bytes = math.prod(chunk) * itemsize
-    if not shape or chunk == full or (len(shape) > 1 and chunk[0] == 1):
+    if not shape or chunk == shape or (len(shape) > 1 and chunk[0] == 1):
         return
     for page in (PAGE, 4096):
-        group_bytes = math.lcm(math.prod(full[1:]), int(page // itemsize)) * itemsize
+        group_bytes = math.lcm(math.prod(shape[1:]), int(page // itemsize)) * itemsize
         if group_bytes * 20 <= max_bytes:
             assert chunk_bytes % page == 0
 
 
-@given(shapes, itemsizes, byte_counts)
+@given(full_shapes, itemsizes, byte_counts)
 @example((4096, 4096), 4, 48 * MIB)
 def test_prefers_even_chunks_over_ragged_ones(shape, itemsize, max_bytes):
     sizes = {"itemsize": itemsize, "max_bytes": max_bytes}
-    even = zarr_chunk_shape.choose_chunk_shape(shape, **sizes)
-    either = zarr_chunk_shape.choose_chunk_shape(shape, **sizes, ragged=True)
-    full = full_shape(shape)
+    even = choose(shape, **sizes)
+    either = choose(shape, **sizes, ragged=True)
     if (
-        is_run(full, even)
+        is_run(shape, even)
         and math.prod(even) * itemsize % PAGE == 0
-        and zarr_chunk_shape.chunk_count(full, even)
-        <= 2 * ideal(full, itemsize, max_bytes)
+        and chunk_count(shape, even) <= 2 * ideal(shape, itemsize, max_bytes)
     ):
         assert either == even
 
@@ -179,9 +191,7 @@ def test_splits_shards_along_leading_axes_when_chunks_stay_few(
     shape, itemsize, max_bytes
 ):
     full = full_shape(shape)
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=max_bytes
-    )
+    chunk = choose(shape, itemsize=itemsize, max_bytes=max_bytes)
     limit = max(1, int(max_bytes // itemsize))
     runs = [
         (*(1,) * axis, rows, *full[axis + 1 :])
@@ -193,88 +203,15 @@ def test_splits_shards_along_leading_axes_when_chunks_stay_few(
         run
         for run in runs
         if math.prod(run) <= limit
-        and zarr_chunk_shape.chunk_count(full, run) <= few(shape, itemsize, max_bytes)
+        and chunk_count(full, run) <= few(shape, itemsize, max_bytes)
     ]
     assert is_run(full, chunk) or not fitting
 
 
-@given(shapes, st.sampled_from([1, 2, 4, 8]))
+@given(full_shapes, st.sampled_from([1, 2, 4, 8]))
 def test_fitting_array_is_one_chunk(shape, itemsize):
-    full = full_shape(shape)
-    chunk = zarr_chunk_shape.choose_chunk_shape(
-        shape, itemsize=itemsize, max_bytes=math.prod(full) * itemsize
-    )
-    assert chunk == full
-
-
-@given(
-    st.lists(st.integers(0, 48), max_size=4).map(tuple),
-    st.integers(1, 16),
-    st.sampled_from([1, 4]),
-    st.integers(0, 4_000),
-)
-@example((3, 8), 4, 1, 0)
-def test_replicas_write_disjoint_equal_parts(shape, n_replicas, itemsize, min_bytes):
-    found = zarr_chunk_shape.replica_slices(
-        shape, n_replicas, itemsize=itemsize, min_bytes=min_bytes
-    )
-    if found is None:
-        part = math.prod(shape) * itemsize / n_replicas
-        assert (
-            n_replicas == 1
-            or part == 0
-            or part < min_bytes
-            or all(dim % n_replicas for dim in shape)
-        )
-        return
-    covered = [i for start, stop in found.bounds for i in range(start, stop)]
-    assert covered == list(range(shape[found.axis]))
-    assert len(found.bounds) == n_replicas
-    assert all(dim % n_replicas for dim in shape[: found.axis])
-    for start, stop in found.bounds:
-        assert found.shape == (
-            *shape[: found.axis],
-            stop - start,
-            *shape[found.axis + 1 :],
-        )
-    assert math.prod(found.shape) * itemsize >= min_bytes
-
-
-@pytest.mark.parametrize(
-    ("shape", "n_replicas", "min_bytes", "expected"),
-    [
-        ((8, 4), 4, 0, (0, ((0, 2), (2, 4), (4, 6), (6, 8)), (2, 4))),
-        ((3, 4), 2, 0, (1, ((0, 2), (2, 4)), (3, 2))),
-        ((8, 4), 1, 0, None),
-        ((3, 5), 2, 0, None),
-        ((), 2, 0, None),
-        ((0, 4), 2, 0, None),
-        ((8, 4), 4, 8, (0, ((0, 2), (2, 4), (4, 6), (6, 8)), (2, 4))),
-        ((8, 4), 4, 9, None),
-    ],
-)
-def test_replicas_split_first_divisible_axis(shape, n_replicas, min_bytes, expected):
-    found = zarr_chunk_shape.replica_slices(shape, n_replicas, min_bytes=min_bytes)
-    if found is not None:
-        found = (found.axis, found.bounds, found.shape)
-    assert found == expected
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: zarr_chunk_shape.choose_chunk_shape((1,), itemsize=0, max_bytes=1),
-        lambda: zarr_chunk_shape.choose_chunk_shape((1,), itemsize=1, max_bytes=0),
-        lambda: zarr_chunk_shape.choose_chunk_shape((-1,), itemsize=1, max_bytes=1),
-        lambda: zarr_chunk_shape.replica_slices((1,), 0),
-        lambda: zarr_chunk_shape.replica_slices((-1,), 1),
-        lambda: zarr_chunk_shape.replica_slices((1,), 1, itemsize=0),
-        lambda: zarr_chunk_shape.replica_slices((1,), 1, min_bytes=-1),
-    ],
-)
-def test_rejects_invalid_sizes(call):
-    with pytest.raises(ValueError, match="want"):
-        call()
+    chunk = choose(shape, itemsize=itemsize, max_bytes=math.prod(shape) * itemsize)
+    assert chunk == shape
 
 
 def full_shape(shape):
@@ -336,18 +273,15 @@ def is_run(shape, chunk):
     ],
 )
 def test_chunks_align_with_mesh_cuts(shape, cuts, expected):
-    for ragged in (True, False):
-        found = zarr_chunk_shape.choose_chunk_shape(
-            shape, itemsize=2, max_bytes=128 * MIB, ragged=ragged, cuts=cuts
-        )
-        assert found == expected
+    found = choose(shape, itemsize=2, max_bytes=128 * MIB, cuts=cuts)
+    assert found == expected
 
 
-@given(shapes, itemsizes, st.dictionaries(st.integers(0, 3), st.integers(1, 40)))
+@given(full_shapes, itemsizes, st.dictionaries(st.integers(0, 3), st.integers(1, 40)))
 def test_tiles_divide_array_and_bound_size_and_count(shape, itemsize, cuts):
-    shape = tuple(size or 1 for size in shape)
     cuts = {axis: parts for axis, parts in cuts.items() if axis < len(shape)}
-    tile = zarr_chunk_shape.tile_shape(shape, itemsize, cuts)
+    max_bytes = math.prod(shape) * itemsize  # any tile is a chunk
+    tile = choose(shape, itemsize=itemsize, max_bytes=max_bytes, cuts=cuts)
     assert all(size % part == 0 for size, part in zip(shape, tile, strict=True))
     assert math.prod(tile) * itemsize >= MIB or tile == shape
     first = min((axis for axis in cuts if shape[axis] > 1), default=0)

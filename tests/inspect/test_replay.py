@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._inspect import bits, fingerprint
 from flaxckpt.datasets import StepIndexed
 from tests.helpers import small_runs
 
@@ -331,6 +330,17 @@ NAN = np.float32(np.nan)
 OTHER_NAN = np.uint32(0x7FC00001).view(np.float32)
 
 
+def change_of(run, computed, stored):
+    """Returns how a computed leaf differs from a stored one."""
+    with flaxckpt.Checkpointer(run) as checkpointer:
+        for n in (0, 1):
+            checkpointer.save(n, {"w": stored})
+    report = flaxckpt.replay(
+        run, 0, 1, lambda state: {"w": computed}, abstract_state={"w": stored}
+    )
+    return report.changed.get("w")
+
+
 @pytest.mark.parametrize(
     ("a", "b", "wanted"),
     [
@@ -343,22 +353,21 @@ OTHER_NAN = np.uint32(0x7FC00001).view(np.float32)
     ],
 )
 @pytest.mark.parametrize("as_jax", [True, False])
-def test_counts_flipped_bits(a, b, wanted, as_jax):
+def test_counts_flipped_bits(tmp_path, a, b, wanted, as_jax):
     if as_jax:
         a, b = jnp.asarray(a), jnp.asarray(b)
-    assert bits.compare(a, a) is None
-    found = bits.compare(a, b)
+    assert change_of(tmp_path / "equal", a, a) is None
+    found = change_of(tmp_path / "other", a, b)
     different, flipped, change = wanted
     assert found.different == different
     assert flipped is None or found.bits == flipped
     assert found.max_abs == change
 
 
-def test_compares_other_leaves_by_value():
-    assert bits.compare("a", "a") is None
-    assert bits.compare(None, None) is None
-    assert bits.compare("a", "b") == bits.BitDiff(1, 1, 0, np.inf)
-    assert bits.compare(1, 1.0) is not None
+def test_compares_other_leaves_by_value(tmp_path):
+    assert change_of(tmp_path / "a", "a", "a") is None
+    found = change_of(tmp_path / "b", "a", "b")
+    assert found == flaxckpt.BitDiff(1, 1, 0, np.inf)
 
 
 DTYPES = "bool int4 uint4 int8 uint16 int32 bfloat16 float16 float32 float8_e5m2"
@@ -366,25 +375,31 @@ DTYPES = "bool int4 uint4 int8 uint16 int32 bfloat16 float16 float32 float8_e5m2
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [*DTYPES.split(), "complex64"])
-def test_every_flipped_bit_changes_the_fingerprint(dtype):
-    array = jnp.zeros((3, 5), dtype)
-    other = array.at[1, 2].set(jnp.ones((), dtype))
-    assert fingerprint.take({"w": array}).differences(
-        fingerprint.take({"w": other})
-    ) == ["w"]
-    same = fingerprint.take({"w": array + jnp.zeros((), dtype)})
-    assert fingerprint.take({"w": array}).differences(same) == []
+def test_two_repeats_differ_by_any_flipped_bit(tmp_path, dtype):
+    array = jnp.arange(15, dtype=jnp.int32).reshape(3, 5).astype(dtype)
+    second = {
+        "same": array + jnp.zeros((), dtype),
+        "element": array.at[1, 2].set(jnp.zeros((), dtype)),
+        "swapped": array[::-1],
+    }
     if dtype not in ("bool", "int4", "uint4", "complex64"):
         for bit in range(8 * jnp.dtype(dtype).itemsize):
-            flipped = fingerprint.take([flip(array, 7, bit)])
-            assert flipped.differences(fingerprint.take([array])) == ["0"]
+            second[f"bit {bit}"] = flip(array, 7, bit)
+    first = dict.fromkeys(second, array)
+    repeats = iter([first, second])
+    with flaxckpt.Checkpointer(tmp_path) as checkpointer:
+        for n in (0, 1):
+            checkpointer.save(n, {"n": n, **first})
+    report = flaxckpt.replay(tmp_path, 0, 1, lambda state: {"n": 2, **next(repeats)})
+    assert report.unstable_step == 1
+    assert {*report.unstable} == second.keys() - {"same"}
 
 
-def test_swapped_elements_change_the_fingerprint():
-    one = fingerprint.take([jnp.array([1.0, 2.0, 3.0])])
-    assert one.differences(fingerprint.take([jnp.array([2.0, 1.0, 3.0])])) == ["0"]
-
-
-def test_leaves_in_only_one_state_differ():
-    one, two = fingerprint.take({"a": 1, "b": jnp.ones(2)}), fingerprint.take({"a": 1})
-    assert one.differences(two) == two.differences(one) == ["b"]
+def test_leaves_in_only_one_repeat_differ(tmp_path):
+    batches = iter([{"x": 1, "y": jnp.ones(2)}, {"x": 1}])
+    dataset = StepIndexed(lambda i: next(batches))
+    with flaxckpt.Checkpointer(tmp_path) as checkpointer:
+        for n in (0, 1):
+            checkpointer.save(n, {"n": n}, dataset=dataset)
+    report = flaxckpt.replay(tmp_path, 0, 1, lambda state, batch: {"n": 2}, dataset)
+    assert report.unstable == ("batch/0/y",)
