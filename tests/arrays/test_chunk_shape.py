@@ -21,6 +21,7 @@ dims = st.one_of(
     st.sampled_from([2**14, 10_007, 50_257, 250_112, PRIME]),
 )
 shapes = st.lists(dims, max_size=4).map(tuple)
+shapes = shapes.filter(lambda shape: math.prod(shape) < 2**48)  # sizes are floats, too
 full_shapes = shapes.map(lambda shape: tuple(size or 1 for size in shape))
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 byte_counts = st.one_of(st.integers(1, 5_000), st.sampled_from([MIB, 64 * MIB]))
@@ -212,6 +213,28 @@ def test_splits_shards_along_leading_axes_when_chunks_stay_few(
 def test_fitting_array_is_one_chunk(shape, itemsize):
     chunk = choose(shape, itemsize=itemsize, max_bytes=math.prod(shape) * itemsize)
     assert chunk == shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "replicas", "expected"),
+    [
+        ((8, MIB), 4, (2, MIB)),
+        ((3, 4 * MIB), 2, (3, 2 * MIB)),
+        ((3, 4, MIB), 2, (3, 2, MIB)),
+        ((8, MIB), 1, (8, MIB)),
+        ((3, 5 * MIB + 1), 2, (3, 5 * MIB + 1)),
+        ((0, 4), 2, (1, 4)),
+        # a part of 1 MiB for each, or of 16 MiB for groups of replicas
+        ((8, MIB // 2), 4, (2, MIB // 2)),
+        ((8, MIB // 2 - 1), 4, (8, MIB // 2 - 1)),
+        ((2, 16 * MIB + 1), 8, (1, 16 * MIB + 1)),
+        ((2, 16 * MIB - 1), 8, (2, 16 * MIB - 1)),
+    ],
+)
+def test_replicas_split_first_divisible_axis(shape, replicas, expected):
+    sharding = NamedSharding(AbstractMesh((replicas,), ("data",)), P())
+    leaf = jax.ShapeDtypeStruct(shape, "int8", sharding=sharding)
+    assert flaxckpt.parameter_infos(leaf).chunk_shape == expected
 
 
 def full_shape(shape):

@@ -11,13 +11,11 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Database, Databases, check_digests
-from flaxckpt._arrays.read_plan import form_of
-from flaxckpt._arrays.write import make_index
-from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._arrays.write import choose_sizes, make_index
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.arrays.test_read_raw import host
+from tests.arrays.test_read_parts import host, info_of, read
 from tests.helpers import chunks, old_stores, seams
 
 
@@ -273,7 +271,8 @@ def test_rejects_database_outside_checkpoint(tmp_path):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [4, 300])
-def test_changed_bytes_never_yield_wrong_values(tmp_path, size):
+@pytest.mark.parametrize("together", [True, False])
+def test_changed_bytes_never_yield_wrong_values(tmp_path, size, together):
     """Without digests of the files: checksums of values and nodes find the change."""
     arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
     encoding = Encoding("none", True)
@@ -284,22 +283,14 @@ def test_changed_bytes_never_yield_wrong_values(tmp_path, size):
         ocdbt=True,
     )
 
-    def read(name):
+    def read_array(name):
         raw = RawArray(tmp_path, name, True, encoding)
-        info = LeafInfo(
-            name, (), "array", "numpy.ndarray", (size,), "float32", chunk_shape=(size,)
-        )
-        databases = Databases()
-        database = databases.open(tmp_path, tmp_path)
         region = ((0, size),)
-        reading = read_files.from_database(
-            raw, form_of(raw, info), [region], database, verify=True
-        )
-        read_files.run([*databases.readings(), reading])
-        return reading.result()[region]
+        info = info_of(arrays[name], (size,))
+        return read(raw, info, [region], together=together)[region]
 
     for name, array in arrays.items():
-        assert read(name).tobytes() == array.tobytes()
+        assert read_array(name).tobytes() == array.tobytes()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     whole = {file: file.read_bytes() for file in files}
     places = [(file, at) for file in files for at in range(len(whole[file]))]
@@ -310,7 +301,7 @@ def test_changed_bytes_never_yield_wrong_values(tmp_path, size):
         file.write_bytes(damaged)
         for name, array in arrays.items():
             try:
-                assert read(name).tobytes() == array.tobytes()
+                assert read_array(name).tobytes() == array.tobytes()
             except (ValueError, OSError):
                 caught += 1
         file.write_bytes(whole[file])
@@ -376,6 +367,31 @@ def test_rejects_wrong_file_size_even_without_checksums(tmp_path, size, verify):
     assert f"{size}: {name} has {state[size].nbytes + 4} bytes instead of" in str(
         info.value
     )
+
+
+# ---- what is written ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "in_store", "mib"),
+    [
+        (0, False, (1, 64, 1)),
+        (2**30, False, (1, 64, 1)),
+        (2**34, False, (16, 64, 16)),
+        (2**37, False, (128, 128, 128)),
+        (2**40, False, (1024, 256, 256)),
+        (2**40, True, (1024, 64, 64)),
+    ],
+)
+def test_large_states_use_larger_files(total, in_store, mib):
+    sizes = choose_sizes(total, in_store=in_store)
+    assert sizes == tuple(size * 2**20 for size in mib)
+
+
+def test_records_files_in_name_order():
+    """Not in the order in which threads have written them."""
+    values = {b"a": btree.Place("d/0.0/b", 0, 1), b"b": btree.Place("d/0.0/a", 0, 1)}
+    assert list(make_index(values).sizes) == ["d/0.0/a", "d/0.0/b"]
 
 
 @pytest.mark.parametrize("codec", ["compact", "zstd"])

@@ -11,19 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import flaxckpt
 from flaxckpt import _util
 from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Databases, Reading
 from flaxckpt._arrays.read_plan import Span, form_of
+from flaxckpt._arrays.to_host import HostArray, HostShard
+from flaxckpt._formats import locate
+from flaxckpt._state.leaf import LeafInfo
+from flaxckpt._zarr import checksums as zarr_checksums
 from flaxckpt._zarr import metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.arrays.test_checksums import written
-from tests.arrays.test_read_raw import host, info_of
 from tests.helpers import chunks, old_stores, seams
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
+MIB = 2**20
 LAYOUTS = [
     ((), ()),
     ((9,), (4,)),
@@ -51,14 +55,60 @@ def random_regions(draws, shape):
     return draws.sample(cells, draws.randint(1, min(len(cells), 5)))
 
 
-def read(raw, info, regions, *, dtype=None, memory_map=False, verify=True):
-    reading = read_files.from_files(
-        *(raw, form_of(raw, info), regions),
-        dtype=dtype or info.dtype,
-        memory_map=memory_map,
-        verify=verify,
+def host(name, array, chunk_shape):
+    """An array as a save has it on the host."""
+    shards = [HostShard(metadata.whole(array.shape), array)] if array.size else []
+    dtype = array.dtype.name
+    return HostArray(name, array.shape, dtype, chunk_shape, tuple(shards))
+
+
+def info_of(array, chunk_shape):
+    form = ("array", "numpy.ndarray", array.shape, array.dtype.name)
+    return LeafInfo("w", (), *form, chunk_shape=chunk_shape)
+
+
+def written(root, array, chunk_shape, segment_bytes):
+    """Writes `array` to files; returns it as it is read, with its segments."""
+    encoding = Encoding("none", checksum=True)
+    checksums = chunks.write(
+        root,
+        [host("w", array, chunk_shape)],
+        encoding=encoding,
+        ocdbt=False,
+        segment_bytes=segment_bytes,
+    ).checksums["w"]
+    found = metadata.chunks(metadata.whole(array.shape), chunk_shape)
+    packed = [checksums[chunk.key] for chunk in found]
+    sizes = zip(array.shape, chunk_shape, strict=True)
+    recorded = zarr_checksums.ChunkChecksums(
+        tuple(-(-size // chunk) for size, chunk in sizes),
+        b"".join(one[-4:] for one in packed),
+        segment_bytes,
+        b"".join(one[:-4] for one in packed),
     )
-    read_files.run([reading])
+    raw = RawArray(root, "w", False, encoding, checksums=recorded)
+    return raw, info_of(array, chunk_shape)
+
+
+def saved(path, name="w"):
+    """Returns an array of a checkpoint as it is read."""
+    source = locate.read_stored(path, None).table[name].source
+    return source.raw, source.info
+
+
+def read(raw, info, regions, *, dtype=None, together=False, **options):
+    """Reads regions, as parts of files or, `together`, as small values."""
+    databases = Databases()
+    database = databases.open(raw.root, raw.root) if raw.ocdbt else None
+    options = {"memory_map": False, "verify": True, **options}
+    if together:
+        verify = options["verify"]
+        found = raw, form_of(raw, info), regions, database
+        reading = read_files.from_database(*found, verify=verify)
+    else:
+        found = raw, form_of(raw, info), regions, database
+        reading = read_files.from_files(*found, dtype=dtype or info.dtype, **options)
+    read_files.run([*databases.readings(), reading])
     return reading.result()
 
 
@@ -192,7 +242,89 @@ def test_reads_contiguous_bytes_into_place(tmp_path, reads, region, verify):
         assert sum(stop - start for _, start, stop in reads) == found[region].nbytes
 
 
+@pytest.mark.parametrize("items", [{}, {"items": ("a", "b")}])
+def test_reads_only_needed_part_of_saved_chunk(tmp_path, reads, items):
+    """A process that has an eighth reads an eighth, and the ends of two segments."""
+    state = {"a": {"w": numbers((4096, KIB))}, "b": {"n": 1}}  # 16 MiB, a chunk
+    flaxckpt.save(tmp_path / "c", state, **items)
+    old_stores.make_directories(tmp_path / "c", items.get("items", ("state",)))
+    raw, info = saved(tmp_path / "c", "a/w")
+    for start in (0, 512, 500, 4096 - 512):
+        regions = [((start, start + 512), (0, KIB))]
+        reads.clear()
+        check_values(read(raw, info, regions), state["a"]["w"], regions)
+        tail = 4 * (start + 512 == 4096)
+        nbytes = sum(stop - first for _, first, stop in reads)
+        assert nbytes == 2 * MIB + 64 * KIB * (start == 500) + tail
+
+
+@pytest.mark.parametrize("rows", [(0, 64), (100, 200), (1000, 3560), (4000, 4096)])
+def test_requests_only_needed_bytes_from_stores(tmp_path, rows):
+    state = {"w": numbers((4096, KIB))}  # 16 MiB; a request of a store is of 8
+    path = faulty.new_path("segments")
+    flaxckpt.save(tmp_path, state)
+    old_stores.make_directories(tmp_path)
+    for file in (file for file in tmp_path.rglob("*") if file.is_file()):
+        (path / "c" / file.relative_to(tmp_path)).write_bytes(file.read_bytes())
+    raw, info = saved(path / "c")
+    regions = [(rows, (0, KIB))]
+    chunk = path / "c/state/w/c.0.0"
+    content = chunk.read_bytes()
+    sizes = []
+    with faulty.faulty(path) as kv:
+        real = kv.read
+
+        def read_key(key, byte_range=None):
+            future = real(key, byte_range=byte_range)
+            if key.endswith("c.0.0"):
+                sizes.append(len(future.result().value))
+            return future
+
+        kv.read = read_key
+        found = read(raw, info, regions, memory_map=True)
+    check_values(found, state["w"], regions)
+    assert sum(sizes) <= found[regions[0]].nbytes + 2 * 64 * KIB
+    place = rows[0] * 4 * KIB + 5
+    for damaged, is_found in (
+        (content[:place] + b"?" + content[place + 1 :], True),
+        (b"?" + content[1:], rows[0] == 0),
+        (content[: rows[1] * 4 * KIB - 7], True),
+        (content + b"?", rows[1] == 4096),
+    ):
+        chunk.write_bytes(damaged)
+        if is_found:
+            with pytest.raises(ValueError, match=r"has changed|bytes instead of"):
+                read(raw, info, regions)
+        else:
+            check_values(read(raw, info, regions), state["w"], regions)
+
+
 # ---- files: checksums --------------------------------------------------------------
+
+
+def test_checkpoint_checksums_stay_small():
+    chunk = 64 * MIB
+    of_100_gb = zarr_checksums.choose_bytes([(1600, chunk)])
+    assert of_100_gb == MIB
+    assert zarr_checksums.checksums_bytes(1600, chunk, MIB) < 0.5e6
+    for count in (16_000, 160_000, 10**7):
+        size = zarr_checksums.choose_bytes([(count, chunk)])
+        assert zarr_checksums.checksums_bytes(count, chunk, size) <= MIB / 2
+        assert zarr_checksums.checksums_bytes(count, chunk, size // 2) > MIB / 2
+
+
+def test_verifies_part_of_leaf_in_database_by_segments(tmp_path):
+    array = numbers((2048, KIB))
+    flaxckpt.save(tmp_path / "c", {"w": array})
+    with (tmp_path / "c/state/d/0.0/w").open("r+b") as file:
+        file.seek(6 * MIB)
+        file.write(b"damage")
+    raw, info = saved(tmp_path / "c")
+    regions = [((0, 8), (0, KIB))]
+    check_values(read(raw, info, regions), array, regions)
+    with pytest.raises(ValueError, match="has changed since it was written in bytes"):
+        read(raw, info, [((1530, 1540), (0, KIB))])
+    assert flaxckpt.verify(tmp_path / "c").places == {"w": "state/d/0.0/w -> w"}
 
 
 @pytest.mark.sampled(4)
@@ -403,35 +535,28 @@ def database_of(path, array, chunk_shape, *, checksum=True):
     return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
 
 
-def read_database(raw, info, regions, *, verify=True):
-    databases = Databases()
-    database = databases.open(raw.root, raw.root)
-    reading = read_files.from_database(
-        raw, form_of(raw, info), regions, database, verify=verify
-    )
-    read_files.run([*databases.readings(), reading])
-    return reading.result()
-
-
 def change(path, key, changed):
     """Changes a value of a database with a good index: `changed(old)` is the new."""
     store = old_stores.open_database(path)
     store[key] = changed(store[key])
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way", ["together", "memory_map", "read"])
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("shape", "chunk_shape"), LAYOUTS)
 def test_reads_regions_from_database_values(
-    tmp_path, shape, chunk_shape, verify, checksum
+    tmp_path, monkeypatch, shape, chunk_shape, verify, checksum, way
 ):
+    seams.replace(monkeypatch, "chunk_file.mapped_from", 0)
     array = numbers(shape)
     raw, info = database_of(tmp_path, array, chunk_shape, checksum=checksum)
     draws = random.Random(2)
     for _ in range(3):
         regions = random_regions(draws, shape)
-        found = read_database(raw, info, regions, verify=verify)
-        check_values(found, array, regions)
+        options = {} if way == "read" else {way: True}
+        check_values(read(raw, info, regions, verify=verify, **options), array, regions)
 
 
 FAULTS = {
@@ -447,11 +572,11 @@ def test_verifies_database_values_unless_digests_cover_them(tmp_path, key):
     regions = [((0, 4),)]
     change(tmp_path, key, changed)
     with pytest.raises(ValueError, match=told):
-        read_database(raw, info, regions)
-    [values] = read_database(raw, info, regions, verify=False).values()
+        read(raw, info, regions, together=True)
+    [values] = read(raw, info, regions, verify=False, together=True).values()
     assert values.tolist() == [1, 2, 0 if key == "w/c.1" else 3, 4]
     digested = raw._replace(has_digests=True)
-    [same] = read_database(digested, info, regions).values()
+    [same] = read(digested, info, regions, together=True).values()
     assert same.tolist() == values.tolist()
 
 
@@ -461,8 +586,8 @@ def test_rejects_database_values_of_wrong_size(tmp_path, verify):
     for size in (11, 13):
         change(tmp_path, "w/c.1", lambda old, size=size: (old + b"12")[:size])
         with pytest.raises(ValueError, match=f"c.1 has {size} bytes instead of 12"):
-            read_database(raw, info, [((0, 4),)], verify=verify)
-        found = read_database(raw, info, [((0, 2),)], verify=verify)
+            read(raw, info, [((0, 4),)], verify=verify, together=True)
+        found = read(raw, info, [((0, 2),)], verify=verify, together=True)
         assert found[((0, 2),)].tolist() == [1, 2]
 
 
@@ -470,8 +595,8 @@ def test_missing_database_metadata_raises_error_unless_verify_is_off(tmp_path):
     raw, info = database_of(tmp_path, numbers((4,)), (2,))
     del old_stores.open_database(tmp_path)["w/zarr.json"]
     with pytest.raises(ValueError, match=r"w/zarr\.json is missing"):
-        read_database(raw, info, [((0, 4),)])
-    [values] = read_database(raw, info, [((0, 4),)], verify=False).values()
+        read(raw, info, [((0, 4),)], together=True)
+    [values] = read(raw, info, [((0, 4),)], verify=False, together=True).values()
     assert values.tolist() == [1, 2, 3, 4]
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 import errno
+import json
 import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -12,29 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import encode, read_files
-from flaxckpt._arrays import read as arrays_read
-from flaxckpt._arrays import to_host as arrays_to_host
-from flaxckpt._arrays.read_files import Databases
-from flaxckpt._arrays.read_plan import form_of
-from flaxckpt._state.leaf import LeafInfo
-from flaxckpt._storage import filesystem as storage_filesystem
-from flaxckpt._zarr import btree
-from flaxckpt._zarr import chunk_file as zarr_chunk_file
-from flaxckpt._zarr import metadata as zarr_metadata
-from flaxckpt._zarr import ocdbt as zarr_ocdbt
-from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
 DTYPES = dtypes.STORED_AS_IS.split()
-RAW_DTYPES = [dtype for dtype in DTYPES if dtype not in zarr_metadata._NEVER_RAW]
 
 
 def array_of(dtype, shape, seed=0):
@@ -51,276 +36,55 @@ def bits(array):
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes()
 
 
-def host(name, array, chunk_shape, shards=None):
-    regions = shards or [zarr_metadata.whole(array.shape)]
-    return arrays_to_host.HostArray(
-        name,
-        array.shape,
-        array.dtype.name,
-        chunk_shape,
-        tuple(
-            arrays_to_host.HostShard(region, array[tuple(slice(*b) for b in region)])
-            for region in regions
-            if array.size
-        ),
-    )
+def save(path, state, chunk_bytes, *, is_old=False):
+    layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
+    flaxckpt.save(path, state, layout=layout)
+    if is_old:
+        old_stores.make_directories(path)
 
 
-def opened(root, name, *, ocdbt):
-    return arrays_read.open_zarr(
-        ts.Context(), root=root, name=name, version=3, ocdbt=ocdbt, strict=True
-    ).result()
-
-
-def info_of(array, chunk_shape):
-    return LeafInfo(
-        "w",
-        (),
-        "array",
-        "numpy.ndarray",
-        array.shape,
-        array.dtype.name,
-        chunk_shape=chunk_shape,
-    )
-
-
-def read_raw(root, array, chunk_shape, encoding, region, *, ocdbt, memory_map):
-    raw = RawArray(root, "w", ocdbt, encoding)
-    info = info_of(array, chunk_shape)
-    if ocdbt:
-        databases = Databases()
-        database = databases.open(raw.root, raw.root)
-        reading = read_files.from_database(
-            raw, form_of(raw, info), [region], database, verify=True
-        )
-    else:
-        reading = read_files.from_files(
-            raw,
-            form_of(raw, info),
-            [region],
-            dtype=array.dtype.name,
-            memory_map=memory_map,
-            verify=True,
-        )
-    read_files.run([*databases.readings(), reading] if ocdbt else [reading])
-    return reading.result()[region]
-
-
-def make_tree(root, alignment):
-    """Moves chunks from a directory for each array into one file, with a tree."""
-    values, content = {}, bytearray()
-    for file in sorted(root.rglob("*")):
-        if file.name == zarr_metadata.METADATA:
-            values[f"{file.relative_to(root)}".encode()] = file.read_bytes()
-        elif file.is_file():
-            content += bytes(-len(content) % alignment)
-            stored = file.read_bytes()
-            place = btree.Place("data", len(content), len(stored))
-            values[f"{file.relative_to(root)}".encode()] = place
-            content += stored
-    for directory in root.iterdir():
-        shutil.rmtree(directory)
-    tree = btree.encode(values, "tree")
-    (root / "data").write_bytes(content)
-    (root / "tree").write_bytes(tree.nodes)
-    (root / "manifest.ocdbt").write_bytes(tree.manifest)
-
-
-def read_tree(root, array, chunk_shape, encoding, region, *, memory_map, verify=True):
-    raw = RawArray(root, "w", True, encoding)
-    databases = Databases()
-    reading = read_files.from_files(
-        raw,
-        form_of(raw, info_of(array, chunk_shape)),
-        [region],
-        databases.open(root, root),
-        dtype=array.dtype.name,
-        memory_map=memory_map,
-        verify=verify,
-    )
-    read_files.run([*databases.readings(), reading])
-    return reading.result()[region]
+def opened(root, name, **options):
+    """Opens an array of an item by TensorStore."""
+    store = {"driver": "file", "path": f"{root}/"}
+    if (root / "manifest.ocdbt").exists():
+        store = {"driver": "ocdbt", "base": store}
+    store = {**store, "path": f"{store.get('path', '')}{name}/"}
+    return ts.open({"driver": "zarr3", "kvstore": store, **options}).result()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ocdbt", [False, True])
-def test_tensorstore_reads_our_arrays(tmp_path, dtype, ocdbt):
-    arrays = {
-        "w": host("w", array_of(dtype, (5, 3)), (2, 3)),
-        "scalar": host("scalar", array_of(dtype, ()), ()),
-        "none": host("none", array_of(dtype, (0, 3)), (1, 3)),
-    }
-    encoding = Encoding("none", True)
-    chunks.write(tmp_path, arrays.values(), encoding=encoding, ocdbt=ocdbt)
-    for name, array in arrays.items():
-        store = opened(tmp_path, name, ocdbt=ocdbt)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_tensorstore_reads_our_arrays(tmp_path, dtype, is_old):
+    shapes = {"w": (5, 3), "scalar": (), "none": (0, 3)}
+    state = {name: array_of(dtype, shape) for name, shape in shapes.items()}
+    size = 2 * 3 * np.dtype(dtype).itemsize
+    save(tmp_path / "c", state, size, is_old=is_old)
+    for name, array in state.items():
+        store = opened(tmp_path / "c/state", name)
         assert store.dtype.name == dtype
         assert store.shape == array.shape
-        if array.shards:
-            assert bits(store.read().result()) == bits(array.shards[0].data)
+        assert bits(store.read().result()) == bits(array)
 
 
-@pytest.mark.parametrize("dtype", RAW_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_files_equal_tensorstore_files(tmp_path, dtype):
     """Byte by byte, padding of the last chunk included; and metadata alike."""
-    array = array_of(dtype, (5, 3))
-    encoding = Encoding("none", True)
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for root in (ours, theirs):
-        root.mkdir()
-    written = host("w", array, (2, 3))
-    chunks.write(ours, [written], encoding=encoding, ocdbt=False)
-    encode.write_encoded(theirs, [written], encoding, lambda size: None)
-    for file in theirs.rglob("c*"):
-        assert (ours / "w" / file.name).read_bytes() == file.read_bytes()
-    assert (
-        opened(ours, "w", ocdbt=False).spec().to_json()["metadata"]
-        == (opened(theirs, "w", ocdbt=False).spec().to_json()["metadata"])
-    )
-
-
-@st.composite
-def layouts(draw):
-    """A shape, a chunk shape, and a region."""
-    rank = draw(st.integers(0, 3))
-    shape = tuple(draw(st.integers(1, 7)) for _ in range(rank))
-    chunk_shape = tuple(draw(st.integers(1, size)) for size in shape)
-    region = []
-    for size in shape:
-        start = draw(st.integers(0, size - 1))
-        region.append((start, draw(st.integers(start + 1, size))))
-    return shape, chunk_shape, tuple(region)
-
-
-@settings(max_examples=60)
-@given(
-    layouts(),
-    st.sampled_from(["float32", "bfloat16", "complex64", "bool"]),
-    st.booleans(),
-    st.sampled_from(["map", "read", "database"]),
-)
-def test_reads_any_region_of_any_chunks(tmp_path_factory, layout, dtype, checksum, way):
-    shape, chunk_shape, region = layout
-    root = tmp_path_factory.mktemp("raw")
-    array = array_of(dtype, shape)
-    encoding = Encoding("none", checksum)
-    chunks.write(
-        root,
-        [host("w", array, chunk_shape)],
-        encoding=encoding,
-        ocdbt=way == "database",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        seams.replace(patch, "chunk_file.mapped_from", 0)
-        found = read_raw(
-            root,
-            array,
-            chunk_shape,
-            encoding,
-            region,
-            ocdbt=way == "database",
-            memory_map=way == "map",
-        )
-    assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
-
-
-@settings(max_examples=60)
-@given(
-    layouts(),
-    st.sampled_from(["float32", "bfloat16", "complex64", "bool"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([1, 4096]),
-)
-def test_reads_any_region_from_tree_in_one_file(
-    tmp_path_factory, layout, dtype, checksum, memory_map, alignment
-):
-    shape, chunk_shape, region = layout
-    root = tmp_path_factory.mktemp("raw")
-    array = array_of(dtype, shape)
-    encoding = Encoding("none", checksum)
-    written = [host("w", array, chunk_shape), host("x", array, chunk_shape)]
-    chunks.write(root, written, encoding=encoding, ocdbt=False)
-    make_tree(root, alignment)
-    by_tensorstore = opened(root, "w", ocdbt=True).read().result()
-    assert bits(by_tensorstore) == bits(array)
-    with pytest.MonkeyPatch.context() as patch:
-        seams.replace(patch, "chunk_file.mapped_from", 0)
-        found = read_tree(
-            root, array, chunk_shape, encoding, region, memory_map=memory_map
-        )
-    assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
-
-
-@pytest.mark.parametrize("memory_map", [True, False])
-@pytest.mark.parametrize("alignment", [1, 4096])
-@pytest.mark.parametrize("name", ["data", "tree", "manifest.ocdbt"])
-def test_changed_tree_bytes_never_yield_wrong_values(
-    tmp_path, memory_map, alignment, name
-):
-    array = array_of("float32", (9, 50))
-    written = tmp_path / "whole"
-    written.mkdir()
-    encoding = Encoding("none", True)
-    hosts = [host("w", array, (2, 50)), host("x", array + 1, (2, 50))]
-    chunks.write(written, hosts, encoding=encoding, ocdbt=False)
-    make_tree(written, alignment)
-    whole = (written / name).read_bytes()
-    region = ((1, 9), (0, 50))
-    caught = 0
-    with pytest.MonkeyPatch.context() as patch:
-        seams.replace(patch, "chunk_file.mapped_from", 0)
-        for at in range(0, len(whole), max(len(whole) // 97, 1)):
-            root = tmp_path / f"{at}"
-            shutil.copytree(written, root)
-            changed = bytearray(whole)
-            changed[at] ^= 1 << at % 8
-            (root / name).write_bytes(changed if at % 3 else whole[:at])
-            try:
-                found = read_tree(
-                    root, array, (2, 50), encoding, region, memory_map=memory_map
-                )
-            except (ValueError, OSError):
-                caught += 1
-            else:
-                assert bits(found) == bits(array[1:])
-    assert caught > 30
-
-
-@pytest.mark.parametrize("memory_map", [True, False])
-@pytest.mark.parametrize("chunk_shape", [(4, 1024), (3, 1024), (8, 512)])
-def test_maps_page_sized_chunks_as_one(tmp_path, chunk_shape, memory_map):
-    array = array_of("float32", (10, 1024))
-    encoding = Encoding("none", True)
-    chunks.write(
-        tmp_path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=False
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        seams.replace(patch, "chunk_file.mapped_from", 0)
-        for region in (((0, 10), (0, 1024)), ((5, 9), (0, 1024)), ((2, 9), (7, 1000))):
-            found = read_raw(
-                tmp_path,
-                array,
-                chunk_shape,
-                encoding,
-                region,
-                ocdbt=False,
-                memory_map=memory_map,
-            )
-            assert bits(found) == bits(array[tuple(slice(*b) for b in region)])
-
-
-def test_parts_of_several_writers_form_one_array(tmp_path):
-    array = array_of("float32", (8, 6))
-    regions = [((r, r + 4), (c, c + 3)) for r in (0, 4) for c in (0, 3)]
-    chunks.write(
-        tmp_path,
-        [host("w", array, (2, 3), regions)],
-        encoding=Encoding("none", True),
-        ocdbt=False,
-    )
-    found = opened(tmp_path, "w", ocdbt=False).read().result()
-    np.testing.assert_array_equal(found.view(np.uint32), array.view(np.uint32))
+    array = array_of(dtype, (41, 3))
+    size = 20 * 3 * np.dtype(dtype).itemsize
+    save(tmp_path / "c", {"w": array}, size, is_old=True)
+    ours = tmp_path / "c/state/w"
+    metadata = json.loads((ours / "zarr.json").read_text())
+    theirs = opened(tmp_path, "theirs", metadata=metadata, create=True)
+    theirs.write(array).result()
+    written = sorted((tmp_path / "theirs").rglob("c*"))
+    assert 1 < len(written) < 41  # a prime number of rows
+    for file in written:
+        assert (ours / file.name).read_bytes() == file.read_bytes()
+    specs = [
+        store.spec().to_json()["metadata"]
+        for store in (opened(tmp_path / "c/state", "w"), theirs)
+    ]
+    assert specs[0] == specs[1]
 
 
 def test_memory_budget_covers_casts_and_copied_pieces(tmp_path, monkeypatch):
@@ -333,17 +97,18 @@ def test_memory_budget_covers_casts_and_copied_pieces(tmp_path, monkeypatch):
         return real(self, size)
 
     seams.replace(monkeypatch, "threads.hold_budget", hold)
-    array = array_of("float32", (64, 64))
-    rows, columns = host("rows", array, (16, 64)), host("columns", array, (64, 16))
-    narrow = host("narrow", array, (64, 64))._replace(dtype="float16")
-    for written, sizes in (
-        (rows, [0]),
-        (columns, [4 * 64 * 16 * 4]),
-        (narrow, [64 * 64 * 2]),
+    state = {"w": array_of("float32", (4096, 256))}  # 4 MiB
+    rows = {"layout": flaxckpt.ArrayLayout(chunk_bytes=2**20)}
+    columns = {"layout": flaxckpt.ArrayLayout(shard_axes=(0, 1))}
+    narrow = {"transforms": [flaxckpt.transforms.cast("w", "float16", lossy=True)]}
+    for name, options, sizes in (
+        ("rows", rows, [0]),
+        ("columns", columns, [2**22]),
+        ("narrow", narrow, [2**21]),
     ):
         held.clear()
-        chunks.write(tmp_path, [written], encoding=Encoding("none", True), ocdbt=False)
-        assert held == sizes
+        flaxckpt.save(tmp_path / name, state, **options)
+        assert held == sizes, name
 
 
 # ---- what a user sees ------------------------------------------------------------
@@ -389,9 +154,8 @@ def test_memory_map_returns_mapped_arrays(saved):
 
 
 def test_auto_maps_local_files_only(saved, monkeypatch):
-    assert is_mapped(flaxckpt.load(saved)["w"], saved) == storage_filesystem.is_local(
-        saved
-    )
+    is_local = seams.current("filesystem.is_local")(saved)
+    assert is_mapped(flaxckpt.load(saved)["w"], saved) == is_local
     seams.replace(monkeypatch, "filesystem.kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
@@ -470,8 +234,7 @@ def test_reads_shards_from_maps_or_files(saved, memory_map):
 )
 def test_detects_damage_unless_verify_is_off(saved, memory_map, key, ocdbt):
     if ocdbt:
-        place = zarr_ocdbt.read_tree(saved / "state")[key.encode()]
-        flip_bit(saved / "state" / place.file, place.offset + place.size // 2)
+        chunks.flip(saved / "state", key)
     else:
         old_stores.make_directories(saved)
         flip_bit(saved / "state" / key)
@@ -523,10 +286,14 @@ def test_stores_frozen_leaves_once(tmp_path, codec, how):
     ckpt.close()
 
 
+ALIGNMENT = 64
+"""The bytes that memory is aligned to which jax uses without a copy."""
+
+
 def shared_with_numpy(values):
     """A numpy array, and a jax array that has the same memory."""
-    memory = np.zeros(values.nbytes + zarr_chunk_file.ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % zarr_chunk_file.ALIGNMENT
+    memory = np.zeros(values.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     owner = memory[start : start + values.nbytes].view(values.dtype)
     owner = owner.reshape(values.shape)
     owner[...] = values
