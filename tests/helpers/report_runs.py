@@ -3,6 +3,8 @@
 import html.parser
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import jax.numpy as jnp
 import optax
@@ -12,6 +14,7 @@ import flaxckpt
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from flaxckpt.transforms import drop
+from tests.helpers import command_line
 from tests.helpers.files import largest_file
 
 KEEP = (LatestN(3), BestN(2, "eval/loss", "min"), EveryNSteps(40))
@@ -56,6 +59,14 @@ def damage(step_directory):
     """Removes one byte of an array."""
     largest = largest_file(step_directory / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def page_of(path, *options, code=0):
+    """Returns the page that `flaxckpt report` writes for a run or a checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "report.html"
+        command_line.run("report", path, "--output", file, *options, code=code)
+        return file.read_text(encoding="utf-8")
 
 
 def charts_of(page):

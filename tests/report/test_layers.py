@@ -1,5 +1,7 @@
 """The layers of a report are those of the model, in states of any kind."""
 
+import json
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,7 @@ import pytest
 from flax import nnx
 
 import flaxckpt
-from flaxckpt import _report
-from flaxckpt._arrays.leaf_sample import LeafSample
-from flaxckpt._report.data import LeafHistory
-from tests.helpers.report_runs import charts_of
+from tests.helpers.report_runs import charts_of, page_of
 
 
 class Block(nnx.Module):
@@ -60,61 +59,55 @@ def dataclass_objects():
         yield State(count, layers, adam, averages, jax.random.key(step))
 
 
+def save_steps(run, states):
+    with flaxckpt.Checkpointer(run) as ckpt:
+        on_step = flaxckpt.CheckpointCallback(
+            ckpt, every_steps=1, statistics=True, check_step=False
+        )
+        for step, state in enumerate(states, start=1):
+            on_step(step, state)
+    return run
+
+
+def changes_of(page):
+    """Returns the changes of the layers in the page, a sign for each step."""
+    layers = charts_of(page)["layers"]
+    return dict(zip(layers["names"], layers["cells"], strict=True))
+
+
 @pytest.mark.parametrize(
-    ("states", "layers", "jumped"),
+    ("states", "wanted"),
     [
-        (
-            nnx_objects,
-            ["0/inside/lin", "0/inside/norm", "0/out"],
-            ("0/out", "0/out/bias"),
-        ),
+        (nnx_objects, {"0/inside/lin": "00", "0/inside/norm": "00", "0/out": "ww"}),
         (
             lambda: (dict(zip("mo", each, strict=True)) for each in nnx_objects()),
-            ["m/inside/lin", "m/inside/norm", "m/out"],
-            ("m/out", "m/out/bias"),
+            {"m/inside/lin": "00", "m/inside/norm": "00", "m/out": "ww"},
         ),
         (
             lambda: (model for model, _ in nnx_objects()),
-            ["inside/lin", "inside/norm", "out"],
-            ("out", "out/bias"),
+            {"inside/lin": "00", "inside/norm": "00", "out": "ww"},
         ),
-        (
-            dataclass_objects,
-            ["weights/enc", "weights/out"],
-            ("weights/out", "weights/out/kernel"),
-        ),
+        (dataclass_objects, {"weights/enc": "cc", "weights/out": "ww"}),
     ],
 )
-def test_layers_match_model_in_any_state(tmp_path, states, layers, jumped):
-    with flaxckpt.Checkpointer(tmp_path / "run") as run:
-        on_step = flaxckpt.CheckpointCallback(
-            run, every_steps=1, statistics=True, check_step=False
-        )
-        for step, state in enumerate(states(), start=1):
-            on_step(step, state)
-    found = _report.gather(tmp_path / "run", _report.ReportOptions())
-    layer, leaf = jumped
-    assert sorted(charts_of(_report.page(found))["layers"]["names"]) == layers
-    groups = _report.flight_recorder.group_layers(found)
-    assert _report.flight_recorder.find_jump(groups) == ([layer], 2)
-    notable = (leaf, "changed most at the last save")
-    assert _report.flight_recorder.choose_leaf(found) == notable
+def test_layers_match_model_in_any_state(tmp_path, states, wanted):
+    page = page_of(save_steps(tmp_path / "run", states()))
+    assert changes_of(page) == wanted
 
 
-SAMPLE = LeafSample(8, 8, 1.0, 0.0, -1.0, 1.0, 0, (4, 4))
+def test_leaf_unsampled_by_short_save_counts_as_unchanged(tmp_path):
+    def states():
+        for norm in (1.0, 1.0, 1.02, 1.04):
+            layer = {"scale": jnp.full(8, 4 * norm), "bias": jnp.full(8, 0.1)}
+            yield {"params": {"norm": layer, "out": {"kernel": jnp.full(8, norm)}}}
 
-
-def test_leaf_unsampled_by_short_save_counts_as_unchanged():
-    scale, bias = (
-        LeafHistory(f"params/norm/{name}", "params", "layer", norms, SAMPLE, {})
-        for name, norms in (
-            ("scale", {1: 11.0, 3: 11.2, 4: 11.4}),
-            ("bias", {1: 0.1, 2: 0.1, 3: 0.1, 4: 0.1}),
-        )
-    )
-    changes = _report.flight_recorder.find_changes([scale, bias])
-    assert changes.keys() == {2, 3, 4}
-    assert max(changes.values()) < 0.05
+    run = save_steps(tmp_path / "run", states())
+    whole = changes_of(page_of(run))
+    statistics = run / "statistics.jsonl"
+    rows = [json.loads(row) for row in statistics.read_text().splitlines()]
+    del rows[1]["leaves"]["params/norm/scale"]
+    statistics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert changes_of(page_of(run)) == whole
 
 
 def test_no_layer_is_first_of_those_that_become_non_finite_at_once(tmp_path):
@@ -125,19 +118,13 @@ def test_no_layer_is_first_of_those_that_become_non_finite_at_once(tmp_path):
         for step, value in enumerate((1.0, 1.01, jnp.nan), start=1):
             layers = {name: {"w": jnp.full(4, value)} for name in "abc"}
             on_step(step, {"params": layers}, metrics={"loss": value})
-    found = _report.gather(tmp_path / "run", _report.ReportOptions())
-    text = _report.flight_recorder.judge(found).text
-    assert "3 layers became non-finite at once, at 3" in text
-    assert "jumped first" not in text
+    page = page_of(tmp_path / "run")
+    assert "3 layers became non-finite at once, at 3" in page
+    assert "jumped first" not in page
 
 
 def test_counters_alone_are_no_heat_map(tmp_path):
-    with flaxckpt.Checkpointer(tmp_path / "run") as run:
-        on_step = flaxckpt.CheckpointCallback(
-            run, every_steps=1, statistics=True, check_step=False
-        )
-        for step in (1, 2):
-            on_step(step, {"seen": jnp.full(3, step)})
-    page = _report.page(_report.gather(tmp_path / "run", _report.ReportOptions()))
+    states = ({"seen": jnp.full(3, step)} for step in (1, 2))
+    page = page_of(save_steps(tmp_path / "run", states))
     assert "Statistics of 1 leaf at 2 saves, from samples.</p>" in page
     assert 'data-draw="layers"' not in page
