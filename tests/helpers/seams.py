@@ -151,6 +151,7 @@ SEAMS = {
     "to_host.is_on_cpu": "_arrays.to_host:_is_on_cpu",
     "to_host.pinned": "_arrays.to_host:_pinned",
     "transaction.copy": "_storage.transaction:Transaction.copy",
+    "uploads.start": "_run.tiers.uploads:Uploads.start",
     "verify.check": "_checkpoint.verify:check",
     "verify.decoded_at_once": "_checkpoint.verify:_DECODED_AT_ONCE",
     "verify.piece_bytes": "_checkpoint.verify:_PIECE_BYTES",

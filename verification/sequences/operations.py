@@ -8,12 +8,12 @@ import itertools
 import os
 
 import numpy as np
+import pytest
 
 import flaxckpt
-from flaxckpt._run.tiers import uploads
-from flaxckpt._steps import names
 from flaxckpt.policies import BestN
 from tests.faults import frozen, scenarios
+from tests.helpers import seams
 
 OPERATIONS = (
     "save",
@@ -58,7 +58,7 @@ def open_run(root, **more):
 
 def relocate(root):
     """Lets a copied staging directory belong to the run directory beside it."""
-    (root / "staging" / names.STAGING_OWNER).write_text(f"{root / 'run'}\n")
+    (root / "staging" / "STAGING_OF").write_text(f"{root / 'run'}\n")
 
 
 class Expected(scenarios.Expected):
@@ -226,7 +226,7 @@ class Run:
 def perform(root, log, rows, sequence, began):
     """Does the operations of a sequence to the run below `root`; logs their ends."""
     frozen.start(began)
-    uploads.Uploads.start = lambda self: None
+    seams.replace(pytest.MonkeyPatch(), "uploads.start", lambda self: None)
     run = Run(root, log)
     for row in rows:
         run.expected.add(*row)
