@@ -21,6 +21,7 @@ from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
 from flaxckpt._zarr import metadata
+from flaxckpt._zarr.chunk_file import Block
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.helpers import chunks, old_stores, seams
 from tests.helpers import faulty_store as faulty
@@ -311,6 +312,12 @@ def test_checkpoint_checksums_stay_small():
         size = zarr_checksums.choose_bytes([(count, chunk)])
         assert zarr_checksums.checksums_bytes(count, chunk, size) <= MIB / 2
         assert zarr_checksums.checksums_bytes(count, chunk, size // 2) > MIB / 2
+
+
+def test_reports_smallest_verifiable_part():
+    cases = ((3, False), (3, True), (0, True))
+    blocks = [Block(Path("b"), size, checksum) for size, checksum in cases]
+    assert [block.verified_at_once for block in blocks] == [1, 3, 1]
 
 
 def test_verifies_part_of_leaf_in_database_by_segments(tmp_path):

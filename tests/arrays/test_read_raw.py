@@ -2,8 +2,13 @@
 
 import dataclasses
 import errno
+import gc
 import json
 import os
+import platform
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import errors
+from tests import ROOT
 from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
@@ -168,6 +174,55 @@ def test_reads_files_when_mapping_fails(saved, monkeypatch):
     seams.replace(monkeypatch, "chunk_file.map_block", refuse)
     seams.replace(monkeypatch, "chunk_file.map_blocks", refuse)
     strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
+
+
+def test_maps_keep_no_file_open_and_end_with_their_arrays(saved):
+    def is_open():
+        files = Path("/proc/self/fd").iterdir()
+        return any(str(saved) in os.path.realpath(file) for file in files)
+
+    def is_in_memory():
+        return str(saved) in Path("/proc/self/maps").read_text()
+
+    found = flaxckpt.load(saved, memory_map=True)
+    part = found["w"][10:20]
+    assert is_in_memory()
+    assert not is_open()
+    del found, part
+    gc.collect()
+    assert not is_in_memory()
+
+
+CUT_SHORT = """
+import os, sys
+import flaxckpt, pytest
+from tests.helpers import seams
+
+def verify_mapped(block, *args):
+    os.truncate(block.path, 2**16)
+    real(block, *args)
+
+real = seams.current("chunk_file.verify_mapped")
+seams.replace(pytest.MonkeyPatch(), "chunk_file.verify_mapped", verify_mapped)
+try:
+    flaxckpt.load(sys.argv[1], memory_map=True)
+except flaxckpt.errors.DamagedCheckpointError as error:
+    print(error)
+"""
+
+
+def test_unreadable_map_raises_error_instead_of_signal(saved):
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if sys.platform != "linux" or release < (5, 14):
+        pytest.skip("only Linux, from 5.14 on, says what cannot be read of a map")
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT, saved],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done
+    assert "cannot be read" in done.stdout
 
 
 def test_mapped_arrays_can_be_donated_and_trained_on(saved):
@@ -365,6 +420,31 @@ def test_does_not_link_to_damaged_step(tmp_path):
         file = tmp_path / "1/state/d/0.0/w"
         flip_bit(file, 1000)
         ckpt.save(2, big_state()).wait()
+        strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
+
+
+@pytest.mark.parametrize("kind", ["whole", "short", "mode", "missing", "link", "fifo"])
+def test_links_only_complete_regular_files_of_equal_mode(tmp_path, kind):
+    with flaxckpt.Checkpointer(tmp_path, permissions=0o750) as ckpt:
+        ckpt.save(1, big_state()).wait()
+        old, new = (tmp_path / step / "state/d/0.0/w" for step in "12")
+        content = old.read_bytes()
+        if kind in ("short", "missing", "link", "fifo"):
+            old.unlink()
+        if kind == "short":
+            old.write_bytes(content[:-4])
+            old.chmod(0o640)
+        elif kind == "mode":
+            old.chmod(0o600)
+        elif kind == "link":
+            (tmp_path / "other").write_bytes(content)
+            old.symlink_to(tmp_path / "other")
+        elif kind == "fifo":
+            os.mkfifo(old, 0o640)
+        ckpt.save(2, big_state()).wait()
+        assert not new.is_symlink()
+        assert new.stat().st_nlink == (2 if kind == "whole" else 1)
+        assert new.read_bytes() == content
         strategies.assert_same(ckpt.restore(step=2, fallback=False), big_state())
 
 

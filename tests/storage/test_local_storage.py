@@ -750,3 +750,15 @@ def test_reports_properties_of_disk(tmp_path):
     assert LOCAL.kvstore(tmp_path, "a/")["path"] == f"{tmp_path}/a/"
     (tmp_path / "link").symlink_to("x")
     assert paths.real(tmp_path / "link") == str(tmp_path.resolve() / "x")
+
+
+def test_detects_file_system_of_path(tmp_path):
+    if not Path("/proc/self/mountinfo").exists():
+        assert not filesystem.is_local(tmp_path)
+        pytest.skip("no /proc here")
+    assert filesystem.kind("/proc/self") == "proc"
+    assert not filesystem.is_local("/proc/self")
+    if Path("/dev/shm").is_dir() and os.path.ismount("/dev/shm"):
+        assert filesystem.is_local("/dev/shm")
+    assert filesystem.kind("/nowhere/at/all") == filesystem.kind("/")
+    assert filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"

@@ -49,6 +49,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         "arrays/test_byte_ranges.py",
     ),
     "_arrays/read_plan.py": ("arrays/test_read_parts.py", "arrays/test_byte_ranges.py"),
-    "_zarr/chunk_file.py": ("arrays/test_chunk_file.py",),
+    "_zarr/chunk_file.py": ("arrays/test_read_parts.py", "arrays/test_read_raw.py"),
 }
 """Module below `flaxckpt` -> files of tests below `tests`."""
