@@ -15,8 +15,8 @@ from flaxckpt._arrays.write import choose_sizes, make_index
 from flaxckpt._storage.storage import LOCAL
 from flaxckpt._zarr import btree, ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.arrays.test_read_parts import host, info_of, read
-from tests.helpers import chunks, old_stores, seams
+from tests.arrays.test_read_parts import host, info_of, read, write
+from tests.helpers import old_stores, seams
 
 
 def make_database(root, values):
@@ -276,7 +276,7 @@ def test_changed_bytes_never_yield_wrong_values(tmp_path, size, together):
     """Without digests of the files: checksums of values and nodes find the change."""
     arrays = {f"a{i}": np.arange(i, i + size, dtype="<f4") for i in range(5)}
     encoding = Encoding("none", True)
-    chunks.write(
+    write(
         tmp_path,
         [host(name, array, (size,)) for name, array in arrays.items()],
         encoding=encoding,

@@ -14,6 +14,7 @@ import pytest
 import flaxckpt
 from flaxckpt import _util
 from flaxckpt._arrays import read_files
+from flaxckpt._arrays import write as arrays_write
 from flaxckpt._arrays.read_files import Databases, Reading
 from flaxckpt._arrays.read_plan import Span, form_of
 from flaxckpt._arrays.to_host import HostArray, HostShard
@@ -23,8 +24,8 @@ from flaxckpt._zarr import checksums as zarr_checksums
 from flaxckpt._zarr import metadata
 from flaxckpt._zarr.chunk_file import Block
 from flaxckpt._zarr.metadata import Encoding, RawArray
-from tests.helpers import chunks, old_stores, seams
 from tests.helpers import faulty_store as faulty
+from tests.helpers import old_stores, seams
 from tests.helpers.files import flip_bit
 
 KIB = 2**10
@@ -63,6 +64,17 @@ def host(name, array, chunk_shape):
     return HostArray(name, array.shape, dtype, chunk_shape, tuple(shards))
 
 
+def write(root, arrays, *, ocdbt=True, **options):
+    """Writes arrays alone: a whole database, or directories as before version 3."""
+    done = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
+    for name, content in arrays_write.make_index(done.values).files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content)
+    if not ocdbt:
+        old_stores.make_files(root)
+    return done
+
+
 def info_of(array, chunk_shape):
     form = ("array", "numpy.ndarray", array.shape, array.dtype.name)
     return LeafInfo("w", (), *form, chunk_shape=chunk_shape)
@@ -71,7 +83,7 @@ def info_of(array, chunk_shape):
 def written(root, array, chunk_shape, segment_bytes):
     """Writes `array` to files; returns it as it is read, with its segments."""
     encoding = Encoding("none", checksum=True)
-    checksums = chunks.write(
+    checksums = write(
         root,
         [host("w", array, chunk_shape)],
         encoding=encoding,
@@ -538,7 +550,7 @@ def test_rejects_byte_range_larger_than_memory(tmp_path):
 
 def database_of(path, array, chunk_shape, *, checksum=True):
     encoding = Encoding("none", checksum)
-    chunks.write(path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True)
+    write(path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True)
     return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
 
 

@@ -27,6 +27,9 @@ from tests.helpers.files import flip_bit
 
 DTYPES = dtypes.STORED_AS_IS.split()
 
+ALIGNMENT = 64
+"""The bytes that memory is aligned to which jax uses without a copy."""
+
 
 def array_of(dtype, shape, seed=0):
     """Random bits, but for booleans, which have only two values."""
@@ -237,6 +240,13 @@ def test_mapped_arrays_can_be_donated_and_trained_on(saved):
     strategies.assert_same(flaxckpt.load(saved), big_state())
 
 
+def test_memory_of_read_arrays_is_aligned_for_jax(tmp_path):
+    state = {f"{size}": np.ones(size, np.uint8) for size in range(2**20, 2**20 + 9)}
+    flaxckpt.save(tmp_path / "c", state)
+    for array in flaxckpt.load(tmp_path / "c", state, memory_map=False).values():
+        assert array.ctypes.data % ALIGNMENT == 0
+
+
 def test_mapped_numpy_leaves_are_writable(saved):
     before = np.asarray(big_state()["w"])
     found = flaxckpt.load(saved, {"w": before}, memory_map=True)
@@ -339,10 +349,6 @@ def test_stores_frozen_leaves_once(tmp_path, codec, how):
     ckpt.delete(1)
     strategies.assert_same(ckpt.restore(step=2)["base"], big_state())
     ckpt.close()
-
-
-ALIGNMENT = 64
-"""The bytes that memory is aligned to which jax uses without a copy."""
 
 
 def shared_with_numpy(values):

@@ -3,14 +3,48 @@
 A chunk is named as in `w/c.0.0`.
 """
 
-from flaxckpt._arrays import write as arrays_write
-from flaxckpt._zarr import ocdbt
-from tests.helpers import old_stores
+from typing import NamedTuple
+from urllib import parse
+
+import tensorstore as ts
+
+
+class Place(NamedTuple):
+    """Where a value of a database is in a file."""
+
+    file: str
+    offset: int
+    size: int
 
 
 def read_tree(root):
     """Returns the values of a database: key -> bytes, or the place in a file."""
-    return {key.decode(): value for key, value in ocdbt.read_tree(root).items()}
+    if hasattr(root, "store"):
+        store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+        for name in ("manifest.ocdbt", "d/tree"):
+            store[name] = (root / name).read_bytes()
+    else:
+        store = ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
+    version = ts.ocdbt.dump(store, None).result()["versions"][-1]
+    return _read_node(store, version["root"].get("location"))
+
+
+def _read_node(store, location, prefix=b""):
+    """Returns the values of a node of the tree, and of all nodes below."""
+    found = {}
+    entries = ts.ocdbt.dump(store, location).result()["entries"] if location else ()
+    for entry in entries:
+        key = prefix + entry["key"]
+        if "location" in entry:
+            below = prefix + entry["subtree_common_prefix"]
+            found |= _read_node(store, entry["location"], below)
+        elif "indirect_value" in entry:
+            file, offset, size = entry["indirect_value"].rsplit(":", 2)
+            file = parse.unquote("".join(file.split(":")[1:]))
+            found[key.decode()] = Place(file, int(offset), int(size))
+        else:
+            found[key.decode()] = bytes(entry["inline_value"])
+    return found
 
 
 def place(root, name):
@@ -50,14 +84,3 @@ def flip(root, name, at=None):
     content = bytearray(read(root, name))
     content[len(content) // 2 if at is None else at] ^= 1
     put(root, name, content)
-
-
-def write(root, arrays, *, ocdbt=True, **options):
-    """Writes arrays alone: a whole database, or directories as before version 3."""
-    written = arrays_write.write(root, arrays, arrays_write.WriteOptions(**options))
-    for name, content in arrays_write.make_index(written.values).files.items():
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(content)
-    if not ocdbt:
-        old_stores.make_files(root)
-    return written
