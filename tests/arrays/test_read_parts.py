@@ -3,7 +3,9 @@
 import errno
 import itertools
 import math
+import mmap
 import random
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -21,8 +23,7 @@ from flaxckpt._arrays.to_host import HostArray, HostShard
 from flaxckpt._formats import locate
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._zarr import checksums as zarr_checksums
-from flaxckpt._zarr import metadata
-from flaxckpt._zarr.chunk_file import Block
+from flaxckpt._zarr import chunk_file, metadata
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.helpers import faulty_store as faulty
 from tests.helpers import old_stores, seams
@@ -328,7 +329,7 @@ def test_checkpoint_checksums_stay_small():
 
 def test_reports_smallest_verifiable_part():
     cases = ((3, False), (3, True), (0, True))
-    blocks = [Block(Path("b"), size, checksum) for size, checksum in cases]
+    blocks = [chunk_file.Block(Path("b"), size, checksum) for size, checksum in cases]
     assert [block.verified_at_once for block in blocks] == [1, 3, 1]
 
 
@@ -495,6 +496,17 @@ def test_falls_back_to_reading_unmappable_files(tmp_path, monkeypatch, code):
             read(raw, info, regions, memory_map=True)
     else:
         check_values(read(raw, info, regions, memory_map=True), array, regions)
+
+
+def test_map_range_returns_none_for_unreadable_ranges(tmp_path):
+    (tmp_path / "b").write_bytes(b"1" * mmap.PAGESIZE)
+    with (tmp_path / "b").open("rb") as file:
+        descriptor = file.fileno()
+        if sys.platform == "linux":
+            assert chunk_file.map_range(descriptor, 8 * mmap.PAGESIZE, 9) is None
+            found = chunk_file.map_range(descriptor, 0, 9)
+            assert found.tobytes() == b"1" * 9, "the error before is not of this map"
+    assert chunk_file.map_range(descriptor, 0, 9) is None, "it is closed"
 
 
 # ---- byte ranges of a file ---------------------------------------------------------
