@@ -1,13 +1,30 @@
-"""What processes tell each other: run by all of a group, whatever carries it."""
+"""What processes tell each other: run by all of a group, whatever carries it.
+
+Also the groups of threads, which stand in for processes and have a directory for texts.
+"""
 
 import time
 from pathlib import Path
 
 import pytest
 
-from flaxckpt._distributed import messages as distributed_messages
+from flaxckpt._distributed.key_value import FileStore
+from flaxckpt._distributed.messages import LATE, ApartError
+from flaxckpt._distributed.operation import ProcessGroup
 
 WORK = Path("/a/run")
+
+__all__ = ["LATE", "ApartError", "begin", "exercise", "open_group", "open_store"]
+
+
+def open_store(directory):
+    """Returns the texts in a directory."""
+    return FileStore(directory)
+
+
+def open_group(directory, count):
+    """Returns the same group as each of its processes has it."""
+    return [ProcessGroup(FileStore(directory), index, count) for index in range(count)]
 
 
 def begin(group, kind="trial", timeout_secs=60.0):
@@ -40,7 +57,7 @@ def _fail(group):
         operation.fail(OSError(28, "no room"))
         apart = operation.outcome()
     else:
-        with pytest.raises(distributed_messages.ApartError) as raised:
+        with pytest.raises(ApartError) as raised:
             operation.exchange("one")
         apart = raised.value
     operation.close()
@@ -51,7 +68,7 @@ def _fail(group):
 
 def _first_fails(group):
     operation = begin(group)
-    with pytest.raises((distributed_messages.ApartError, ZeroDivisionError)), operation:
+    with pytest.raises((ApartError, ZeroDivisionError)), operation:
         operation.first("one", lambda: str(1 / 0))
     if group.index:
         [failure] = operation.outcome().failures
@@ -64,7 +81,7 @@ def _stop_early(group):
     if group.index == group.count - 1:
         operation.fail(ValueError("it is over"))
     else:
-        with pytest.raises(distributed_messages.ApartError) as raised, operation:
+        with pytest.raises(ApartError) as raised, operation:
             _work(operation)
         assert "it is over" in str(raised.value)
     assert "it is over" in str(operation.outcome())
@@ -84,7 +101,7 @@ def _late(group):
     if group.index == group.count - 1:
         assert "has not reached 'one' of step 7" in str(operation.outcome())
     else:
-        with pytest.raises(distributed_messages.ApartError) as raised:
+        with pytest.raises(ApartError) as raised:
             operation.exchange("one")
         [failure] = raised.value.failures
         assert (failure.process, failure.kind) == (group.count - 1, "late")

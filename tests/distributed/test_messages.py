@@ -5,15 +5,19 @@ import time
 
 import pytest
 
-from flaxckpt._distributed import key_value as distributed_key_value
-from flaxckpt._distributed import messages as distributed_messages
-from flaxckpt._distributed import operation as distributed_operation
-from tests.distributed import exercise_together
+from tests.distributed.exercise_together import (
+    LATE,
+    ApartError,
+    begin,
+    exercise,
+    open_group,
+    open_store,
+)
 from tests.helpers import seams
 
 
 def test_file_store_sets_lists_and_deletes_texts_by_key(tmp_path):
-    files = distributed_key_value.FileStore(tmp_path / "texts")
+    files = open_store(tmp_path / "texts")
     assert files.list("a") == {}
     files.delete("a")
     files.set("a/b", "one")
@@ -30,7 +34,7 @@ def test_file_store_sets_lists_and_deletes_texts_by_key(tmp_path):
 
 
 def test_waits_for_text_set_later(tmp_path):
-    files = distributed_key_value.FileStore(tmp_path)
+    files = open_store(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(files.get, "later", 60)
         time.sleep(0.05)
@@ -40,14 +44,9 @@ def test_waits_for_text_set_later(tmp_path):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_all_processes_learn_outcome_of_all(tmp_path, count):
-    groups = [
-        distributed_operation.ProcessGroup(
-            distributed_key_value.FileStore(tmp_path), index, count
-        )
-        for index in range(count)
-    ]
+    groups = open_group(tmp_path, count)
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        done = [pool.submit(exercise_together.exercise, group) for group in groups]
+        done = [pool.submit(exercise, group) for group in groups]
         for each in done:
             each.result()
 
@@ -57,50 +56,36 @@ def test_all_processes_learn_outcome_of_all(tmp_path, count):
     [("find", "copies.1"), ("copies.1", "find"), ("upload.a", "copies.1")],
 )
 def test_an_operation_beside_another_keeps_its_messages(tmp_path, earlier, later):
-    first, second = (
-        distributed_operation.ProcessGroup(
-            distributed_key_value.FileStore(tmp_path), index, 2
-        )
-        for index in range(2)
-    )
+    first, second = open_group(tmp_path, 2)
     for number in range(2):  # the second process reads each message late
-        with exercise_together.begin(first, earlier) as operation:
+        with begin(first, earlier) as operation:
             operation.first("told", lambda: "text")
-        with exercise_together.begin(second, later) as beside:
+        with begin(second, later) as beside:
             beside.report("done")
-        with exercise_together.begin(first, later) as beside:
+        with begin(first, later) as beside:
             beside.gather("done")
-        with exercise_together.begin(second, earlier, timeout_secs=1) as operation:
+        with begin(second, earlier, timeout_secs=1) as operation:
             assert operation.first("told", str) == "text", number
 
 
 def test_an_operation_during_another_keeps_its_messages(tmp_path):
-    first, second = (
-        distributed_operation.ProcessGroup(
-            distributed_key_value.FileStore(tmp_path), index, 2
-        )
-        for index in range(2)
-    )
-    with (
-        exercise_together.begin(second, "save") as saved,
-        exercise_together.begin(first, "save") as save,
-    ):
+    first, second = open_group(tmp_path, 2)
+    with begin(second, "save") as saved, begin(first, "save") as save:
         saved.report("written")
-        with exercise_together.begin(first, "once") as operation:
+        with begin(first, "once") as operation:
             operation.first("told", lambda: "text")
         save.gather("written")
-    with exercise_together.begin(second, "once", timeout_secs=1) as operation:
+    with begin(second, "once", timeout_secs=1) as operation:
         assert operation.first("told", str) == "text"
 
 
 def test_messages_of_ended_operations_are_deleted(tmp_path):
-    files = distributed_key_value.FileStore(tmp_path)
-    groups = [distributed_operation.ProcessGroup(files, i, 2) for i in range(2)]
+    files, groups = open_store(tmp_path), open_group(tmp_path, 2)
 
     def take_part(group):
         for number in range(5):
             for kind in ("find", f"copies.{number}", "upload.x"):
-                with exercise_together.begin(group, kind) as operation:
+                with begin(group, kind) as operation:
                     operation.exchange("held")
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -112,14 +97,12 @@ def test_messages_of_ended_operations_are_deleted(tmp_path):
 
 def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):
     seams.replace(monkeypatch, "heartbeat.silent_secs", 0.3)
-    files = distributed_key_value.FileStore(tmp_path)
+    files = open_store(tmp_path)
     files.set("flaxckpt/beat/1", "7")  # the last that was heard of it
-    operation = exercise_together.begin(
-        distributed_operation.ProcessGroup(files, 0, 2), timeout_secs=60
-    )
-    with pytest.raises(distributed_messages.ApartError) as raised:
+    operation = begin(open_group(tmp_path, 2)[0], timeout_secs=60)
+    with pytest.raises(ApartError) as raised:
         operation.gather("one")
     operation.close()
     [failure] = raised.value.failures
-    assert (failure.process, failure.kind) == (1, distributed_messages.LATE)
+    assert (failure.process, failure.kind) == (1, LATE)
     assert "has sent no heartbeat for" in failure.text

@@ -1,5 +1,7 @@
 """Families made of modules, on arrays that are named as published models name them."""
 
+import fnmatch
+import itertools
 import re
 
 import numpy as np
@@ -7,8 +9,6 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors, maps
-from flaxckpt._maps import model_config
-from flaxckpt._transforms.indexed_names import parse_name
 from flaxckpt.transforms import inverse
 from tests.maps.leaves import flatten
 
@@ -31,12 +31,34 @@ CONFIGS = {
 PAIRS = [(name, target) for name in CONFIGS for target in getattr(maps, name).targets]
 
 
-def shape_of(family, config, name):
-    """Returns the shape that a family states for a tensor; None if it states none."""
-    for row, axes in family.shapes.items():
-        if parse_name(row).pattern.fullmatch(name):
-            return [model_config.find_size(config, axis) or 6 for axis in axes.split()]
-    return None
+INDEX = re.compile(r"\{(\w+)(?::(.*?))?\}")
+
+
+def size_of(config, rule):
+    """Returns a size as a rule of a family says it; 6 if the configuration lacks it."""
+    for choice in rule.split("|"):
+        text = re.sub(r"[a-z][\w.]*", lambda key: str(find(config, key[0])), choice)
+        if "None" not in text:
+            return int(eval(text))  # numbers and operators
+    return 6
+
+
+def find(config, key):
+    """Returns the value of a key with dots, or None."""
+    for part in key.split("."):
+        config = (config or {}).get(part)
+    return config
+
+
+def holds(config, condition):
+    """Returns True if all parts of the condition of a row hold."""
+    for part in filter(None, condition.split(" and ")):
+        key, _, pattern = part.removeprefix("not ").partition("=")
+        value = config.get(key)
+        is_so = fnmatch.fnmatchcase(str(value), pattern) if pattern else bool(value)
+        if is_so == part.startswith("not "):
+            return False
+    return True
 
 
 def publish(directory, name, target):
@@ -44,22 +66,29 @@ def publish(directory, name, target):
     family = getattr(maps, name)
     config = {**family.defaults, **CONFIGS[name]}
     rng = np.random.default_rng(0)
+    stated = {
+        INDEX.sub(lambda index: f"({index[2] or '[0-9]+'})", row): axes
+        for row, axes in family.shapes.items()
+    }
     tensors = {}
     for row in family.tables[target]:
-        if not model_config.holds(config, row.when):
+        if not holds(config, row.when):
             continue
-        source = parse_name(row.source)
         axes = re.sub(r"\(.*?\)|\w+", "x", (row.form or "x").partition(" ->")[0])
-        shape = [6] * len(axes.split())
-        counts = {
-            axis: source.counts.get(axis)
-            or model_config.find_size(config, family.sizes[axis])
-            for axis in source.axes
-        }
-        for values in np.ndindex(*counts.values()):
-            path = source.format(dict(zip(counts, values, strict=True)), counts)
-            stated = shape_of(family, config, path) or shape
-            tensors[path] = rng.normal(size=stated).astype(np.float32)
+        indices = dict(INDEX.findall(row.source))
+        values = (
+            words.split("|") if words else range(size_of(config, family.sizes[axis]))
+            for axis, words in indices.items()
+        )
+        for chosen in itertools.product(*values):
+            at = dict(zip(indices, chosen, strict=True))
+            path = INDEX.sub(lambda index, at=at: str(at[index[1]]), row.source)
+            shape = [6] * len(axes.split())
+            for pattern, sizes in stated.items():
+                if re.fullmatch(pattern, path):
+                    shape = [size_of(config, size) for size in sizes.split()]
+                    break
+            tensors[path] = rng.normal(size=shape).astype(np.float32)
     safetensors.save_file(tensors, directory / "model.safetensors")
     return tensors
 
