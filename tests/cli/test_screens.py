@@ -457,7 +457,7 @@ def test_plan_folds_similar_layers(layered, terminal, width):
 
 def test_plan_of_equal_state_prints_no_table(layered, terminal):
     text = "".join(terminal(80, "plan", "run", "run"))
-    assert re.search(r"; \d+ k?B to read.{0,4}The restore would succeed", text)
+    assert re.search(r"; [\d.]+ k?B to read.{0,4}The restore would succeed", text)
     assert not set(text) & set("┏━│")
 
 

@@ -609,6 +609,12 @@ def test_reports_missing_journal(run):
 def test_report_of_one_checkpoint_omits_the_parts_of_runs(run):
     found = gather(run / "80")
     assert not found.is_run
+    [card] = [
+        card
+        for card in Elements(_report.page(found)).with_data("data-card")
+        if card["data-card"] == "newest"
+    ]
+    assert card["data-value"] == str(found.total_bytes)
     assert found.total_bytes == flaxckpt.metadata(run / "80").total_bytes
     assert found.change is None
     page = _report.page(found)

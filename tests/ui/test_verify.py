@@ -15,7 +15,7 @@ import flaxckpt
 from flaxckpt import _storage
 from flaxckpt._steps import markers
 from tests.helpers.files import flip_bit, largest_file
-from tests.helpers.report_runs import charts_of
+from tests.helpers.report_runs import charts_of, damage
 from tests.ui.test_views import STATES, ask, open_page
 
 pytest.importorskip("starlette", reason="starlette is missing")
@@ -170,17 +170,21 @@ def test_verifies_runs_in_object_stores(store_path, open_page, kind):
     assert "All 2 steps are whole" in shown
 
 
-def test_page_gives_command_to_mark_damage(run, open_page):
-    flip_bit(largest_file(run / "2" / "state"))
+@pytest.mark.parametrize("step", [2, 3])
+def test_page_gives_command_to_mark_damage(run, open_page, step):
+    if step == 3:  # the sizes of the newest step are known without reading it
+        damage(run / "3")
+    else:
+        flip_bit(largest_file(run / "2" / "state"))
     space = open_page(run)
-    assert "--mark" not in verified(space, run="run", step=3)
+    assert "--mark" not in verified(space, run="run", step=1)
     shown = verified(space, run="run", step="all")
     [command] = re.findall("<pre>(.*)</pre>", shown)
-    assert command == f"flaxckpt verify {run} 2 --mark"
+    assert command == f"flaxckpt verify {run} {step} --mark"
     assert cli(*shlex.split(command)[1:]).returncode == 1
     space.feeds._feeds[run]._gather()
     assert "--mark" not in ask(verify.status, space, run="run")
-    assert flaxckpt.Checkpointer(run).steps() == [1, 3]
+    assert flaxckpt.Checkpointer(run).steps() == [n for n in (1, 2, 3) if n != step]
 
 
 @pytest.mark.slow
