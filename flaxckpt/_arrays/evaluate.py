@@ -28,6 +28,7 @@ _AT_ONCE = 256 * 2**20
 # ---- before a save ---------------------------------------------------------------
 
 
+@to_device.any_values()
 def evaluate_state(table: LeafTable) -> LeafTable:
     """Returns the leaf table of a state with computed leaves evaluated.
 
@@ -122,6 +123,7 @@ def _on_common_devices(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 # ---- during a read --------------------------------------------------
 
 
+@to_device.any_values()
 def read(
     leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,17 @@ from flaxckpt._zarr.metadata import Array, Region, region_of, whole
 
 _COPIED_BELOW = 2**16
 """Bytes below which a copy is faster for jax than sharing memory."""
+
+
+@contextlib.contextmanager
+def any_values() -> Iterator[None]:
+    """Lets jax move and compute all values, whatever `jax.config` forbids a program.
+
+    A state may have NaNs, and its transfers are asked for: `jax_debug_nans` and
+    `jax_transfer_guard` are for those of the training.
+    """
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield
 
 
 def make_keys(data: Array, wanted: LeafInfo) -> jax.Array:

@@ -511,7 +511,10 @@ class Restore:
     def read(self) -> None:
         """Reads the leaves that need no computation."""
         path = self._planned.path
-        with reader.replacements_reported(path, self._stored.stamp):
+        with (
+            reader.replacements_reported(path, self._stored.stamp),
+            _arrays.to_device.any_values(),
+        ):
             try:
                 self._values = _arrays.read.read(self._jobs, self._reading)
             except errors.DamagedCheckpointError as error:
@@ -524,7 +527,10 @@ class Restore:
     def compute(self) -> None:
         """Exchanges the parts of `read_once`, and computes the other leaves."""
         recipe, path, values = self._recipe, self._planned.path, self._values
-        with reader.replacements_reported(self._planned.path, self._stored.stamp):
+        with (
+            reader.replacements_reported(path, self._stored.stamp),
+            _arrays.to_device.any_values(),
+        ):
             if self._jobs is not recipe.jobs:
                 values = _arrays.read_once.gather(values, recipe.jobs)
             values = {**recipe.given, **values}

@@ -471,6 +471,34 @@ def test_computed_leaves_ignore_axes_of_current_mesh(path):
     np.testing.assert_array_equal(by_transpose["w"], np.ones((2, 4)))
 
 
+@pytest.mark.parametrize(
+    "forbid",
+    [
+        lambda: jax.debug_nans(True),
+        lambda: jax.debug_infs(True),
+        lambda: jax.transfer_guard("disallow"),
+    ],
+    ids=["NaNs", "infinities", "transfers"],
+)
+def test_settings_that_forbid_values_or_transfers_do_not_count(tmp_path, forbid):
+    state = train_state.TrainState.create(
+        apply_fn=None,
+        params={"w": jnp.array([jnp.nan, jnp.inf]), "host": np.full(2, np.nan)},
+        tx=optax.contrib.schedule_free_adamw(),  # has a copy of the parameters
+    )
+    swap = [transforms.permute("params/.*", [1, 0], 0)]
+    with forbid():
+        flaxckpt.save(tmp_path / "c", state, transforms=swap)
+        flaxckpt.convert(tmp_path / "c", tmp_path / "d", transforms=swap)
+        same = flaxckpt.load(tmp_path / "d", state)
+        fresh = flaxckpt.load(
+            tmp_path / "c", state, transforms=swap, optimizer="reinit"
+        )
+    strategies.assert_same_state(state, same)
+    strategies.assert_same_state(state.params, fresh.params)
+    np.testing.assert_array_equal(fresh.opt_state.z["w"], state.params["w"])
+
+
 def test_error_explains_how_to_give_abstract_mesh_devices(path):
     mesh = AbstractMesh((4,), ("x",))
     split = NamedSharding(mesh, P("x"))
