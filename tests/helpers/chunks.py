@@ -8,6 +8,9 @@ from urllib import parse
 
 import tensorstore as ts
 
+INDEX = ("manifest.ocdbt", "d/tree")
+"""The files of a database that has no more nodes than a save writes."""
+
 
 class Place(NamedTuple):
     """Where a value of a database is in a file."""
@@ -20,11 +23,20 @@ class Place(NamedTuple):
 def read_tree(root):
     """Returns the values of a database: key -> bytes, or the place in a file."""
     if hasattr(root, "store"):
-        store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-        for name in ("manifest.ocdbt", "d/tree"):
-            store[name] = (root / name).read_bytes()
-    else:
-        store = ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result()
+        index = ((root / name).read_bytes() for name in INDEX)
+        return read_index(*index)
+    return _read(ts.KvStore.open({"driver": "file", "path": f"{root}/"}).result())
+
+
+def read_index(manifest, tree):
+    """Returns the values of a database from the contents of its `INDEX`."""
+    store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    for name, content in zip(INDEX, (manifest, tree), strict=True):
+        store[name] = content
+    return _read(store)
+
+
+def _read(store):
     version = ts.ocdbt.dump(store, None).result()["versions"][-1]
     return _read_node(store, version["root"].get("location"))
 

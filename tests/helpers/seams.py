@@ -127,6 +127,7 @@ SEAMS = {
     "read_files.small_gap_bytes": "_arrays.read_files:_SMALL_GAP_BYTES",
     "read_plan.part_bytes": "_arrays.read_plan:_PART_BYTES",
     "rename.exchange": "_storage.rename:exchange",
+    "rename.exchange_atomically": "_storage.rename:exchange_atomically",
     "rename.publish": "_storage.rename:publish",
     "rename.withdraw": "_storage.rename:withdraw",
     "requests.first_pause_secs": "_storage.store_requests:_FIRST_PAUSE_SECS",
@@ -166,7 +167,7 @@ Functions, limits, pauses, and the clocks that measure them.
 
 def current(seam):
     """Returns the part that a seam names, as it is now."""
-    return getattr(*_find(seam))
+    return getattr(*find(seam))
 
 
 def replace(monkeypatch, seam, new):
@@ -177,7 +178,7 @@ def replace(monkeypatch, seam, new):
         seam: The name of the part in the table.
         new: The function or the value in its place.
     """
-    monkeypatch.setattr(*_find(seam), new)
+    monkeypatch.setattr(*find(seam), new)
 
 
 def refuse_threads(monkeypatch):
@@ -189,7 +190,7 @@ def refuse_threads(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
-def _find(seam):
+def find(seam):
     """Returns the owner of a part, and the part's name in it."""
     module, _, path = SEAMS[seam].partition(":")
     owner = importlib.import_module(f"flaxckpt.{module}")

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flaxckpt._storage import filesystem, rename
 from tests import ROOT
+from tests.helpers import seams
 from verification.filesystems import mounts
 
 TWO_MOUNTS = "verification/filesystems/test_two_mounts.py"
@@ -55,7 +55,7 @@ def main():
 
 def passes(first, second, options):
     """Runs the tests on a file system; returns True if all pass."""
-    is_local = filesystem.is_local(first)
+    is_local = seams.current("filesystem.is_local")(first)
     env = {**os.environ, "FLAXCKPT_TWO_MOUNTS": f"{first}:{second}"}
     runs = [[TWO_MOUNTS, "-p", "no:cacheprovider"]]
     if not options.two_mounts_only:
@@ -74,12 +74,15 @@ def passes(first, second, options):
 
 def properties(first, second):
     """Yields what the file system can do, as flaxckpt needs it."""
-    kind = filesystem.kind(os.fspath(first))
-    yield f"{kind}, " + ("local" if filesystem.is_local(first) else "shared")
+    kind, is_local, exchange = map(
+        seams.current,
+        ("filesystem.kind", "filesystem.is_local", "rename.exchange_atomically"),
+    )
+    yield f"{kind(os.fspath(first))}, " + ("local" if is_local(first) else "shared")
     yield "locks hold " + ("for both mounts" if locks(first, second) else "for one")
     (first / "a").mkdir()
     (first / "b").mkdir()
-    is_atomic = rename.exchange_atomically(first / "a", first / "b")
+    is_atomic = exchange(first / "a", first / "b")
     yield "exchange is " + ("atomic" if is_atomic else "three renames")
     with contextlib.suppress(OSError):
         (first / "a/x").write_bytes(bytes(4096))

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._storage import commit_marker, leases, locks, transaction
@@ -26,7 +27,14 @@ TAKEN_OVER = "was taken over"
 READ_SECS = 60.0
 """Seconds after its last sign of life for which a reader is protected."""
 
-_IS_STATUS = _steps.markers.is_marker
+is_status = _steps.markers.is_marker
+LOCK = locks.LOCK
+READING = leases.READING
+
+
+def resolve() -> Any:
+    """Returns the path of the run in the bucket."""
+    return _storage.paths.resolve(RUN)
 
 
 class Save:
@@ -147,10 +155,10 @@ class Ledger:
         _, number, name = [*key.split("/", 2), "", ""][:3]
         if number.isdigit() and name:
             step = int(number)
-            if name.startswith(leases.READING):
+            if name.startswith(READING):
                 if key in self.bucket.objects:
                     self.refreshed[key] = lease_time(self.world, self.bucket, key)
-            elif not _IS_STATUS(name):
+            elif not is_status(name):
                 if name == MARKER:
                     self._note_marker(step)
                 self.check_listed(step)
@@ -162,7 +170,7 @@ class Ledger:
         objects = self.objects(step)
         if (marker := objects.get(MARKER)) is not None:
             save = self.saves[marker]
-            lock, _ = self.bucket.objects.get(f"run/{step}{locks.LOCK}", (b"{}", b""))
+            lock, _ = self.bucket.objects.get(f"run/{step}{LOCK}", (b"{}", b""))
             is_of_another = json.loads(lock).get("id") != save.lock
             if is_of_another or objects.get(MANIFEST) != save.files[MANIFEST]:
                 self.late.add(marker)
@@ -174,7 +182,7 @@ class Ledger:
         if marker is None or not objects:
             return None
         save = self.saves[marker]
-        is_written = f"run/{step}{locks.LOCK}" in self.bucket.objects
+        is_written = f"run/{step}{LOCK}" in self.bucket.objects
         does_fit = objects.get(MANIFEST) == save.files[MANIFEST]
         if marker in self.late and is_written and not does_fit:
             return None  # readers see that it does not fit
@@ -213,12 +221,12 @@ class Ledger:
         """Checks the bucket after all processes were restarted and have tidied up."""
         for step in STEPS:
             self.check_present(step)
-            left = [name for name in self.objects(step) if not _IS_STATUS(name)]
+            left = [name for name in self.objects(step) if not is_status(name)]
             is_late = left == [MARKER]  # does not count, and the next save removes it
             is_left = self.check_listed(step) is None and left and not is_late
             if is_left and self.is_tidy:
                 raise kernel.Violation(f"step {step}: {left} are left for ever")
-        if left := [key for key in self.bucket.objects if key.endswith(locks.LOCK)]:
+        if left := [key for key in self.bucket.objects if key.endswith(LOCK)]:
             raise kernel.Violation(f"{left} are left for ever")
 
 
@@ -247,7 +255,7 @@ class Program:
         self._size = size
 
     def __call__(self) -> None:
-        root = _storage.paths.resolve(RUN)
+        root = resolve()
         operations: tuple[tuple[Callable[[int], None], int], ...] = (
             (self.save, 5),
             (functools.partial(self.save, overwrite=True), 3),
@@ -344,7 +352,7 @@ class Program:
 
 def _tidy() -> None:
     format_ = _steps.names.StepFormat("{step}")
-    _steps.delete.tidy(_storage.paths.resolve(RUN), format_, ())
+    _steps.delete.tidy(resolve(), format_, ())
 
 
 def _last_program(world: kernel.World) -> None:

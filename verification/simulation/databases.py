@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
-from flaxckpt._zarr import btree
+from tests.helpers import chunks
 
 
 def read_token(read: Callable[[str], bytes], name: str) -> int:
@@ -16,24 +17,13 @@ def read_token(read: Callable[[str], bytes], name: str) -> int:
     Raises:
         ValueError: The database is damaged, or lacks the array.
     """
-    root = _root(read("manifest.ocdbt"))
-    node = read(root.place.file)
-    part = node[root.place.offset : root.place.offset + root.place.size]
-    place = _places(part, root.base).get(f"{name}/c.0".encode())
-    if not isinstance(place, btree.Place):
+    place = _read_index(*map(read, chunks.INDEX)).get(f"{name}/c.0")
+    if not isinstance(place, chunks.Place):
         raise ValueError(f"the database has no chunk of {name}")
     content = read(place.file)[place.offset : place.offset + place.size]
     return int.from_bytes(content[:8], "little")
 
 
 @functools.lru_cache
-def _root(manifest: bytes) -> btree.Root:
-    root = btree.decode_manifest(btree.unpack_manifest(manifest))
-    if root is None or root.height:
-        raise ValueError("the database is not a single node")
-    return root
-
-
-@functools.lru_cache
-def _places(node: bytes, base: str) -> dict[bytes, btree.Value]:
-    return dict(btree.decode_leaf(btree.unpack_node(node), base))
+def _read_index(manifest: bytes, tree: bytes) -> dict[str, Any]:
+    return chunks.read_index(manifest, tree)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flaxckpt._storage import filesystem, rename
+from tests.helpers import seams
 from verification.simulation import kernel
 
 NAME = "files"
@@ -208,7 +208,7 @@ class _Real:
             setattr(self, name, getattr(os, name))
         self.flock = fcntl.flock
         self.io_open = io.open
-        self.exchange = rename.exchange_atomically
+        self.exchange = seams.current("rename.exchange_atomically")
 
 
 _real: Any = _Real()
@@ -388,8 +388,8 @@ def installed() -> Iterator[None]:
         *[(os, "open", _open), (os, "close", _close), (os, "utime", _utime)],
         *[(os, "fsync", _fsync), (os, "write", _write), (fcntl, "flock", _flock)],
         *[(io, "open", _io_open), (builtins, "open", _io_open)],
-        *[(rename, "exchange_atomically", _exchange)],
-        *[(filesystem, "is_local", _is_local)],
+        (*seams.find("rename.exchange_atomically"), _exchange),
+        (*seams.find("filesystem.is_local"), _is_local),
     ]
     real = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, new in replaced:

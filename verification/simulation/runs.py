@@ -6,14 +6,12 @@ of all processes sees each change of an object, and checks it.
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from flaxckpt import _steps, _storage
-from flaxckpt._storage import files as storage_files
-from flaxckpt._storage import leases, locks
 from verification.simulation import (
     buckets,
     databases,
@@ -40,7 +38,6 @@ PATCHES = store.PATCHES
 
 _KEY = "run"
 _MARKER = buckets.MARKER
-_IS_STATUS = _steps.markers.is_marker
 _FILES = ("_CHECKPOINT_METADATA", buckets.MANIFEST)
 
 
@@ -139,10 +136,11 @@ class Ledger(programs.Ledger):
         if marker is None or len(objects) == 1:
             return None
         fits = all(
-            name in objects and storage_files.digest(objects[name]) == digest
+            name in objects
+            and f"sha256:{hashlib.sha256(objects[name]).hexdigest()}" == digest
             for name, digest in json.loads(marker).items()
         )
-        is_written = f"{_KEY}/{step}{locks.LOCK}" in self.bucket.objects
+        is_written = f"{_KEY}/{step}{buckets.LOCK}" in self.bucket.objects
         if not fits and marker in self._late and is_written:
             return None  # readers see that it does not fit
         tokens = {_read_token(objects, name) for name in self.parts}
@@ -167,20 +165,20 @@ class Ledger(programs.Ledger):
             return
         step = int(number)
         is_there = key in self.bucket.objects
-        if name.startswith(leases.READING):
+        if name.startswith(buckets.READING):
             if is_there:
                 self.touched[name] = buckets.lease_time(self.world, self.bucket, key)
                 pid = int(name.rpartition("-")[0].rpartition("-")[2])
                 self.leases[pid] = name
-        elif name == _steps.markers.PIN:
+        elif name == "PINNED":
             self._see_pin(step, is_there=is_there)
-        elif not _IS_STATUS(name):
+        elif not buckets.is_status(name):
             self._see_object(step, name, is_there=is_there)
 
     def _see_file(self, name: str, paths: tuple[str, ...]) -> None:
         """Notes a pin in the staging directory."""
         path = Path(paths[-1])
-        if name in ("rename", "replace") and path.name == _steps.markers.PIN:
+        if name in ("rename", "replace") and path.name == "PINNED":
             self.last_pinned[self.world.task.process.pid] = path.parent
 
     def _see_pin(self, step: int, *, is_there: bool) -> None:
@@ -211,14 +209,14 @@ class Ledger(programs.Ledger):
     def _note_late(self, step: int) -> None:
         """Notes a commit marker that arrives while another process has the lock."""
         objects = self.bucket.objects
-        lock, _ = objects.get(f"{_KEY}/{step}{locks.LOCK}", (b"{}", b""))
+        lock, _ = objects.get(f"{_KEY}/{step}{buckets.LOCK}", (b"{}", b""))
         if json.loads(lock).get("pid") != self.bucket.purpose.pid:
             self._late.add(objects[f"{_KEY}/{step}/{_MARKER}"][0])
 
     def _see_departure(self, step: int, save: Save, *, is_removed: bool) -> None:
         """Notes why a save is not listed any more."""
         purpose, run = self.bucket.purpose, self.setting.run
-        is_deletion = leases.DELETING in self.objects(step)
+        is_deletion = "DELETING" in self.objects(step)
         # A deletion whose process died may have left its announcement.
         is_replaced = purpose.doing.endswith(f"of step {step}, overwriting")
         if (
@@ -264,7 +262,7 @@ class Ledger(programs.Ledger):
         if save.directory == self.setting.staging and self._is_near(save):
             return
         if self.token(save.step) == save.token:
-            if _steps.markers.DAMAGED in self.objects(save.step):
+            if "DAMAGED" in self.objects(save.step):
                 raise kernel.Violation(f"{save} is marked as damaged")
         elif not self._may_be_gone(save):
             raise kernel.Violation(f"{save} was acknowledged, and is gone")
@@ -313,14 +311,14 @@ class Ledger(programs.Ledger):
         for step in self._steps():
             objects = self.objects(step)
             is_listed = self.token(step) is not None
-            left = [name for name in objects if not _IS_STATUS(name)]
+            left = [name for name in objects if not buckets.is_status(name)]
             is_late = left == [_MARKER]  # does not count, and the next save removes it
             if left and not is_listed and not is_late and self.is_tidy:
                 raise kernel.Violation(f"{step}: {left} are left for ever")
             is_pinned = self.pinned.get(self.setting.run / str(step))
-            if is_listed and is_pinned and _steps.markers.PIN not in objects:
+            if is_listed and is_pinned and "PINNED" not in objects:
                 raise kernel.Violation(f"{step} has lost its pin")
-        if left := [key for key in self.bucket.objects if key.endswith(locks.LOCK)]:
+        if left := [key for key in self.bucket.objects if key.endswith(buckets.LOCK)]:
             raise kernel.Violation(f"{left} are left for ever")
 
     def _check_uploaded(self, save: Save) -> None:
@@ -358,10 +356,7 @@ def history(seed: int, *, is_traced: bool = False) -> list[kernel.Line]:
         random = world.random
         near = root / "near" if random.random() < 0.3 else None
         setting = Setting(
-            _storage.paths.resolve(buckets.RUN),
-            near,
-            random.choice((0, 1, 2)),
-            random.random() < 0.3,
+            buckets.resolve(), near, random.choice((0, 1, 2)), random.random() < 0.3
         )
         ledger = Ledger(world, bucket, setting, disk)
         for index in range(random.randint(2, 3)):
