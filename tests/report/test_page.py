@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import jax
@@ -27,7 +26,7 @@ from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import markers as steps_markers
 from flaxckpt._util import html as util_html
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks, old_stores
+from tests.helpers import chunks, old_stores, seams
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import (
     KEEP,
@@ -279,9 +278,7 @@ def test_compares_chosen_steps(run):
 
 
 def test_compares_large_steps_only_on_request(run, monkeypatch):
-    monkeypatch.setattr(
-        sys.modules["flaxckpt._report.gathering"], "_COMPARED_BYTES", 100
-    )
+    seams.replace(monkeypatch, "gathering.compared_bytes", 100)
     found = gather(run)
     assert found.change is None
     assert "--diff" in found.notes["change"]

@@ -1,6 +1,7 @@
 """Verification on the page finds what `verify` finds; only what was read is green."""
 
 import html
+import json
 import os
 import re
 import shlex
@@ -12,16 +13,13 @@ import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _storage
-from flaxckpt._steps import markers
+from tests.helpers import seams
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import charts_of, damage
 from tests.ui.test_views import STATES, ask, open_page
 
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
-
-from flaxckpt._report.ui import runs, verifications, verify, workspace
 
 __all__ = ["open_page"]
 
@@ -39,10 +37,10 @@ def run(tmp_path):
 
 def verified(space, **fields):
     """Verifies a step as a reader who waits for the result."""
-    ask(verify.start, space, **fields)
+    ask("/verify/start", space, **fields)
     while space.verifications.job.is_running:
         time.sleep(0.01)
-    return html.unescape(ask(verify.status, space, run=fields["run"]))
+    return html.unescape(ask("/verify/status", space, run=fields["run"]))
 
 
 def wait_for(is_so):
@@ -54,7 +52,7 @@ def wait_for(is_so):
 
 
 def news(space):
-    return runs.news(space, workspace.Query(b"run=run"))
+    return ask("/news", space, run="run")
 
 
 def states(markup):
@@ -70,12 +68,12 @@ def test_reports_good_checkpoint_as_whole(tmp_path, open_page, kind):
     shown = verified(space, run="one")
     assert "one is whole" in shown
     assert "outcome good" in shown
-    assert 'class="state verified"' in ask(runs.overview, space, run="one")
+    assert 'class="state verified"' in ask("/run", space, run="one")
 
 
 def test_marks_only_read_step_as_verified(run, open_page):
     space = open_page(run)
-    before = ask(runs.overview, space, run="run")
+    before = ask("/run", space, run="run")
     assert "state verified" not in before
     assert 'href="/verify?run=run"' in before
     shown = verified(space, run="run", step=2)
@@ -96,7 +94,7 @@ def test_page_shows_damaged_files_and_leaves(run, open_page):
         assert f'data-place="{truth.places.get(name, name)}"' in shown
         assert why in shown
     assert f"1 file is at fault; {truth.summary}</summary>" in shown
-    assert "Step 2 is damaged, newest good 3" in ask(runs.overview, space, run="run")
+    assert "Step 2 is damaged, newest good 3" in ask("/run", space, run="run")
 
 
 def test_reports_unreadable_manifest_as_damage(run, open_page):
@@ -113,11 +111,11 @@ def test_overwritten_step_is_no_longer_verified(run, open_page):
     with flaxckpt.Checkpointer(run) as again:
         again.save(3, {"w": np.zeros((64, 8)), "n": 3}, overwrite=True)
     space.feeds._feeds[run]._gather()
-    shown = ask(verify.status, space, run="run")
+    shown = ask("/verify/status", space, run="run")
     assert "outcome good" not in shown
     assert "Since then, it was saved again." in shown
     assert "check verified" not in shown
-    assert "check verified" not in ask(runs.overview, space, run="run")
+    assert "check verified" not in ask("/run", space, run="run")
 
 
 def test_does_not_report_deleted_step_as_damaged(run, open_page):
@@ -153,7 +151,7 @@ def test_counts_many_faults_and_shows_first_ones(tmp_path, open_page):
 
 
 def test_limits_number_of_results(tmp_path, open_page, run, monkeypatch):
-    monkeypatch.setattr(verifications, "_MOST_RESULTS", 2)
+    seams.replace(monkeypatch, "ui_verifications.most_results", 2)
     space = open_page(run)
     shown = verified(space, run="run", step="all")
     assert "All 3 steps are whole" in shown
@@ -183,7 +181,7 @@ def test_page_gives_command_to_mark_damage(run, open_page, step):
     assert command == f"flaxckpt verify {run} {step} --mark"
     assert cli(*shlex.split(command)[1:]).returncode == 1
     space.feeds._feeds[run]._gather()
-    assert "--mark" not in ask(verify.status, space, run="run")
+    assert "--mark" not in ask("/verify/status", space, run="run")
     assert flaxckpt.Checkpointer(run).steps() == [n for n in (1, 2, 3) if n != step]
 
 
@@ -211,13 +209,13 @@ def test_mark_after_verification_ends_its_result(run, open_page):
     flip_bit(largest_file(run / "3" / "state"))
     cli("verify", run, 3, "--mark")
     space.feeds._feeds[run]._gather()
-    shown = ask(verify.status, space, run="run", step=3)
+    shown = ask("/verify/status", space, run="run", step=3)
     assert "outcome bad" in shown
     assert re.search(r"Step 3 of run was whole when verified at [0-9]+:", shown)
     assert re.search("Since then, it was marked as damaged at [0-9]+:", shown)
     assert "every byte is good" not in shown
     assert states(shown) == {2: "whole", 3: "damaged"}
-    assert ">3, damaged</option>" in ask(verify.page, space, run="run", step=2)
+    assert ">3, damaged</option>" in ask("/verify", space, run="run", step=2)
 
 
 def test_mark_in_store_ends_verification_result(store_path, open_page):
@@ -226,11 +224,11 @@ def test_mark_in_store_ends_verification_result(store_path, open_page):
         made.save(1, {"w": np.full(3, 1)})
     space = open_page(root / "run")
     assert "outcome good" in verified(space, run="run", step=1)
-    [place] = space.places.runs.values()
-    path = space.feeds.latest(place).report.steps[0].path
-    markers.mark_damaged(_storage.paths.from_text(path), "lost")
-    space.feeds._feeds[place.path]._gather()
-    shown = ask(verify.status, space, run="run", step=1)
+    marker = {"time": time.time(), "reason": "lost"}
+    (root / "run/1/DAMAGED").write_bytes(json.dumps(marker).encode())
+    [feed] = space.feeds._feeds.values()
+    feed._gather()
+    shown = ask("/verify/status", space, run="run", step=1)
     assert "outcome bad" in shown
     assert "Since then, it was marked as damaged" in shown
 
@@ -243,11 +241,11 @@ def test_mark_in_journal_ends_verification_result(run, open_page):
     content, status = chunk.read_bytes(), chunk.stat()
     flip_bit(chunk)
     cli("verify", run, 3, "--mark")
-    (run / "3" / markers.DAMAGED).unlink()
+    (run / "3" / "DAMAGED").unlink()
     chunk.write_bytes(content)
     os.utime(chunk, ns=(status.st_atime_ns, status.st_mtime_ns))
     space.feeds._feeds[run]._gather()
-    shown = ask(verify.status, space, run="run", step=3)
+    shown = ask("/verify/status", space, run="run", step=3)
     assert "outcome open" in shown
     assert "Since then, it was marked as damaged" in shown
 
@@ -259,13 +257,13 @@ def test_does_not_show_repaired_step_as_damaged(run, open_page):
     space = open_page(run)
     assert "Step 2 of run is damaged" in verified(space, run="run", step=2)
     chunk.write_bytes(content)
-    wait_for(lambda: "outcome open" in ask(verify.status, space, run="run", step=2))
-    shown = ask(verify.status, space, run="run", step=2)
+    wait_for(lambda: "outcome open" in ask("/verify/status", space, run="run", step=2))
+    shown = ask("/verify/status", space, run="run", step=2)
     assert "Step 2 of run was damaged when verified at" in shown
     assert "Since then, it has changed on the disk." in shown
     assert "--mark" not in shown
-    assert "is damaged" not in ask(runs.overview, space, run="run")
-    assert ">2</option>" in ask(verify.page, space, run="run")
+    assert "is damaged" not in ask("/run", space, run="run")
+    assert ">2</option>" in ask("/verify", space, run="run")
 
 
 @pytest.mark.slow
@@ -279,7 +277,7 @@ def test_removal_of_mark_ends_verification_result(run, open_page):
     chunk.write_bytes(content)
     cli("verify", run, 2, "--mark")
     space.feeds._feeds[run]._gather()
-    shown = ask(verify.status, space, run="run", step=2)
+    shown = ask("/verify/status", space, run="run", step=2)
     assert re.search("Since then, it was found to be good at [0-9]+:", shown)
     assert "outcome open" in shown
 
@@ -290,7 +288,7 @@ def test_changed_files_end_verification_result(run, open_page):
     version = news(space).version
     flip_bit(largest_file(run / "1" / "state"))
     wait_for(lambda: news(space).version != version)
-    shown = ask(verify.status, space, run="run", step="all")
+    shown = ask("/verify/status", space, run="run", step="all")
     assert states(shown) == {1: "whole", 3: "verified"}
     assert "Since then, step 1 has changed on the disk." in shown
     assert "outcome open" in shown
@@ -310,7 +308,7 @@ def test_consistent_changes_keep_verification_result(run, open_page):
         cli("verify", run, 2, "--mark")
         made.delete(1)
     space.feeds._feeds[run]._gather()
-    shown = ask(verify.status, space, run="run", step=2)
+    shown = ask("/verify/status", space, run="run", step=2)
     assert "outcome good" in shown
     assert states(shown) == {2: "verified", 3: "whole"}
 
@@ -322,13 +320,13 @@ def test_shows_result_only_for_its_own_step(run, open_page):
     space = open_page(run)
     assert "Step 2 of run is damaged" in verified(space, run="run", step=2)
     for step in (1, 3):
-        shown = ask(verify.page, space, run="run", step=step)
+        shown = ask("/verify", space, run="run", step=step)
         assert "outcome" not in shown
         assert 'class="faults"' not in shown
         assert "--mark" not in shown
-    assert "run has no step 1 to verify" in ask(verify.page, space, run="run", step=1)
+    assert "run has no step 1 to verify" in ask("/verify", space, run="run", step=1)
     for fields in ({}, {"step": 2}):  # without a step, the one that was verified
-        shown = ask(verify.page, space, run="run", **fields)
+        shown = ask("/verify", space, run="run", **fields)
         assert '<option value="2" selected' in shown
         assert "Step 2 of run is damaged" in shown
         assert 'class="faults"' in shown
@@ -336,13 +334,13 @@ def test_shows_result_only_for_its_own_step(run, open_page):
 
 def test_verification_changes_version_of_pages(run, open_page):
     space = open_page(run)
-    ask(runs.overview, space, run="run")  # the first report
+    ask("/run", space, run="run")  # the first report
     before = news(space).version
     verified(space, run="run", step=2)
     space.verifications.job._thread.join()
     after = news(space).version
     assert after != before
-    assert f'version={after}"' in ask(runs.overview, space, run="run")
+    assert f'version={after}"' in ask("/run", space, run="run")
 
 
 def test_suggests_no_mark_for_checkpoint_outside_run(tmp_path, open_page):
@@ -361,9 +359,9 @@ def test_damaged_step_is_no_longer_best(tmp_path, open_page):
             made.save(step, {"w": np.full((64, 8), step)}, metrics={"loss": loss})
     flip_bit(largest_file(tmp_path / "run" / "2" / "state"))
     space = open_page(tmp_path / "run")
-    assert marks(ask(runs.overview, space, run="run"))[2] == ["best"]
+    assert marks(ask("/run", space, run="run"))[2] == ["best"]
     verified(space, run="run", step="all")
-    shown = ask(runs.overview, space, run="run")
+    shown = ask("/run", space, run="run")
     assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert "because it is not marked as damaged" in shown
     [loss] = charts_of(shown)["metrics"]
@@ -375,11 +373,11 @@ def test_damaged_step_is_no_longer_best(tmp_path, open_page):
     )
     assert loss["state"] == "dxb"
     assert charts_of(shown)["steps"]["state"] == "dxb"
-    chosen = ask(verify.page, space, run="run")
+    chosen = ask("/verify", space, run="run")
     assert ">2, damaged</option>" in chosen
     cli("verify", tmp_path / "run", 2, "--mark")
     space.feeds._feeds[tmp_path / "run"]._gather()
-    shown = ask(runs.overview, space, run="run")
+    shown = ask("/run", space, run="run")
     assert marks(shown) == {1: ["deleted"], 2: ["damaged"], 3: ["latest", "best"]}
     assert f"{clause}<" in shown
 

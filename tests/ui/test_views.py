@@ -25,7 +25,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt._inspect import run_view
 from flaxckpt._steps import markers
-from tests.helpers import chunks, old_stores
+from tests.helpers import chunks, old_stores, seams
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.report_runs import charts_of, damage, make_run
 from tests.helpers.ui_server import serving
@@ -33,17 +33,7 @@ from tests.helpers.ui_server import serving
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
-from flaxckpt._report.ui import (
-    app,
-    compare,
-    feeds,
-    leaves,
-    places,
-    plan,
-    runs,
-    verify,
-    workspace,
-)
+from flaxckpt._report.ui import app, compare, feeds, leaves, places, runs, workspace
 
 
 class Pair(NamedTuple):
@@ -92,9 +82,10 @@ def open_page():
         each.close()
 
 
-def ask(view, space, **fields):
-    """Returns the markup of a view for the fields of an address."""
-    return view(space, workspace.Query(encode(fields)))
+def ask(address, space, **fields):
+    """Returns the markup of an address with its fields, or the news of it."""
+    views = {**app._VIEWS, **app._READS, "/news": runs.news}
+    return views[address](space, workspace.Query(encode(fields)))
 
 
 def encode(fields):
@@ -110,7 +101,7 @@ def addresses(markup, path):
 
 def leaves_in_the_tree(space, name):
     """Walks the tree as a reader who unfolds everything."""
-    waiting = [ask(leaves.branch, space, run=name)]
+    waiting = [ask("/leaves/branch", space, run=name)]
     found = []
     while waiting:
         markup = waiting.pop()
@@ -119,7 +110,7 @@ def leaves_in_the_tree(space, name):
             fields = {"run": name, "under": each.text("under")}
             if (start := each.number("from")) is not None:
                 fields["from"] = start
-            waiting.append(ask(leaves.branch, space, **fields))
+            waiting.append(ask("/leaves/branch", space, **fields))
     return found
 
 
@@ -130,10 +121,10 @@ def test_tree_lists_every_leaf_with_statistics(tmp_path, open_page, kind):
     stored = flaxckpt.metadata(tmp_path / "one").leaves
     assert sorted(leaves_in_the_tree(space, "one")) == sorted(stored)
     for path, info in stored.items():
-        shown = ask(leaves.statistics, space, run="one", leaf=path)
+        shown = ask("/leaves/leaf", space, run="one", leaf=path)
         assert html.escape(errors.printable(str(info))) in shown
-    assert "<h2" in ask(leaves.page, space, run="one")
-    assert "Sizes" in ask(runs.overview, space, run="one")
+    assert "<h2" in ask("/leaves", space, run="one")
+    assert "Sizes" in ask("/run", space, run="one")
 
 
 def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
@@ -141,7 +132,7 @@ def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
     flaxckpt.save(tmp_path / "one", {"params": layers})
     space = open_page(tmp_path / "one")
     for asked, shown in (({}, set()), ({"leaf": "params/layer_7/w"}, {"w", "b"})):
-        markup = ask(leaves.branch, space, run="one", **asked)
+        markup = ask("/leaves/branch", space, run="one", **asked)
         links = re.findall('<a [^>]*?(aria-current)?(?:="true")?>(.*?)</a>', markup)
         assert {name for _, name in links} == shown
         assert [name for current, name in links if current] == ["w"] * bool(asked)
@@ -180,7 +171,7 @@ def test_leaves_open_on_the_one_to_look_at_first(tmp_path, open_page, a, b, loss
         for step in range(3):
             state = {"a": np.full(4, 1.0 * a[step]), "b": np.full(4, 1.0 * b[step])}
             on_step(step + 1, state, metrics={"loss": loss[step]})
-    shown = ask(leaves.page, open_page(tmp_path / "run"), run="run")
+    shown = ask("/leaves", open_page(tmp_path / "run"), run="run")
     [note, *_] = re.findall('<p class="note">(.*?)</p>', shown)
     assert note == said
     assert f'hx-get="/leaves/leaf?run=run&amp;step=3&amp;leaf={said[0]}"' in shown
@@ -204,7 +195,7 @@ def test_finds_leaves_by_all_words_in_any_case():
 def test_shows_statistics_of_values(tmp_path, open_page):
     values = np.array([0.0, 1.0, np.nan, -3.0, np.inf])
     flaxckpt.save(tmp_path / "one", {"w": values})
-    shown = ask(leaves.statistics, open_page(tmp_path / "one"), run="one", leaf="w")
+    shown = ask("/leaves/leaf", open_page(tmp_path / "one"), run="one", leaf="w")
     pairs = dict(re.findall("<dt>([^<]*)</dt><dd>([^<]*)</dd>", shown))
     assert (pairs["min"], pairs["max"], pairs["elements"]) == ("-3", "1", "5")
     assert (pairs["zeros"], pairs["NaNs"], pairs["infinities"]) == ("1", "1", "1")
@@ -217,11 +208,11 @@ def test_large_reads_wait_for_click(tmp_path, open_page, monkeypatch):
         for step in (1, 2):
             run.save(step, {"w": np.full(100, step)})
     space = open_page(tmp_path / "run")
-    monkeypatch.setattr(leaves, "_MOST_BYTES", 99)
-    monkeypatch.setattr(compare, "_MOST_BYTES", 99)
+    seams.replace(monkeypatch, "ui_leaves.most_bytes", 99)
+    seams.replace(monkeypatch, "ui_compare.most_bytes", 99)
     for view, fields in (
-        (leaves.statistics, {"leaf": "w"}),
-        (compare.result, {"a": 1, "b": 2}),
+        ("/leaves/leaf", {"leaf": "w"}),
+        ("/compare/result", {"a": 1, "b": 2}),
     ):
         shown = ask(view, space, run="run", **fields)
         assert "Read them" in shown
@@ -240,10 +231,10 @@ def made(tmp_path_factory):
 
 def test_comparison_matches_diff(made, open_page):
     space = open_page(made)
-    shown = ask(compare.result, space, run="run", a=70, b=80)
+    shown = ask("/compare/result", space, run="run", a=70, b=80)
     truth = flaxckpt.diff(made / "run", made / "run", step_a=70, step_b=80)
     assert set(re.findall('data-path="([^"]*)"', shown)) == set(truth.changed)
-    shown = ask(compare.result, space, run="run", a=80, with_="source")
+    shown = ask("/compare/result", space, run="run", a=80, with_="source")
     assert "step 80 of run to source" in shown
 
 
@@ -254,7 +245,7 @@ def test_comparison_counts_other_shapes_and_names_damaged_items(tmp_path, open_p
             new = {"z": np.ones(2)} if step == 2 else {}
             run.save(step, {"params": params | new, "opt": {"m": np.ones(2)}})
     space = open_page(tmp_path / "run")
-    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=2))
+    shown = html.unescape(ask("/compare/result", space, run="run", a=1, b=2))
     assert (
         "1 leaf changed and 2 did not. 1 leaf has another shape or dtype. 1 leaf is in"
         " only one of them." in shown
@@ -262,7 +253,7 @@ def test_comparison_counts_other_shapes_and_names_damaged_items(tmp_path, open_p
     group = "1 of 4 leaves changed, 1 has another shape or dtype, 1 is in only one"
     assert group in shown
     shutil.rmtree(tmp_path / "run" / "3" / "params")
-    shown = html.unescape(ask(compare.result, space, run="run", a=1, b=3))
+    shown = html.unescape(ask("/compare/result", space, run="run", a=1, b=3))
     assert "0 leaves changed and 1 did not. 1 item could not be compared." in shown
     assert 'data-unreadable="params"' in shown
     assert "in step 3: it " in shown
@@ -272,7 +263,7 @@ def test_comparison_shows_metrics_despite_damaged_leaves(made, tmp_path, open_pa
     shutil.copytree(made / "run", tmp_path / "run")
     chunks.flip(tmp_path / "run/70/state", "params.trunk.kernel/c.0.0")
     space = open_page(tmp_path / "run")
-    shown = html.unescape(ask(compare.result, space, run="run", a=70, b=80))
+    shown = html.unescape(ask("/compare/result", space, run="run", a=70, b=80))
     truth = flaxckpt.diff(tmp_path / "run", tmp_path / "run", step_a=70, step_b=80)
     [(leaf, why)] = truth.unreadable.items()
     assert leaf == "params/trunk/kernel"
@@ -317,10 +308,10 @@ def test_compares_selected_damaged_step(damaged, open_page, known_by, run):
         subprocess.run([sys.executable, "-m", "flaxckpt", *arguments], check=False)
     space = open_page(damaged)
     if known_by == "verify":
-        ask(verify.start, space, run="run", step=70)
+        ask("/verify/start", space, run="run", step=70)
         space.verifications.job._thread.join()
     asked = {"run": run, "a": 60, "with": "run", "b": 70, "go": 1}
-    shown = ask(compare.page, space, **asked)
+    shown = ask("/compare", space, **asked)
     assert chosen(shown, "a") == ["60"]
     assert chosen(shown, "b") == ["70"]
     [url] = addresses(shown, "/compare/result")
@@ -333,17 +324,17 @@ def test_compares_selected_damaged_step(damaged, open_page, known_by, run):
 
 @pytest.mark.parametrize("step", [30, 33])
 @pytest.mark.parametrize(
-    ("view", "field", "then", "path"),
+    ("view", "field", "then"),
     [
-        (compare.page, "a", compare.result, "/compare/result"),
-        (compare.page, "b", compare.result, "/compare/result"),
-        (leaves.page, "step", leaves.branch, "/leaves/branch"),
-        (plan.page, "step", plan.result, "/plan/result"),
-        (verify.page, "step", verify.start, None),
+        ("/compare", "a", "/compare/result"),
+        ("/compare", "b", "/compare/result"),
+        ("/leaves", "step", "/leaves/branch"),
+        ("/plan", "step", "/plan/result"),
+        ("/verify", "step", "/verify/start"),
     ],
 )
 def test_missing_step_stays_selected_and_raises_error(
-    damaged, open_page, step, view, field, then, path
+    damaged, open_page, step, view, field, then
 ):
     space = open_page(damaged)
     asked = {"run": "run", "with": "run", "into": "other", "go": 1, "a": 60} | {
@@ -353,16 +344,17 @@ def test_missing_step_stays_selected_and_raises_error(
     assert chosen(shown, field) == [str(step)]
     why = "deleted" if step == 30 else "not in this run"
     assert f">{step}, {why}</option>" in shown
-    query = addresses(shown, path)[0] if path else workspace.Query(encode(asked))
-    assert query.number(field) == step
+    queries = addresses(shown, then)
+    assert queries or then == "/verify/start"
+    assert all(query.number(field) == step for query in queries)
     with pytest.raises(errors.CheckpointNotFoundError, match=f"no step {step}"):
-        then(space, query)
+        ask(then, space, **asked)
 
 
 def test_rejects_step_of_single_checkpoint(made, open_page):
     space = open_page(made)
     asked = {"run": "run", "a": 60, "with": "source", "b": 70, "go": 1}
-    [url] = addresses(ask(compare.page, space, **asked), "/compare/result")
+    [url] = addresses(ask("/compare", space, **asked), "/compare/result")
     with pytest.raises(errors.CheckpointError, match="is a single checkpoint"):
         compare.result(space, url)
 
@@ -371,7 +363,7 @@ def test_single_step_is_not_compared_with_itself(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path / "run")
-    shown = ask(compare.page, space, run="run")
+    shown = ask("/compare", space, run="run")
     assert "no other step" in shown
     assert addresses(shown, "/compare/result") == []
 
@@ -380,7 +372,7 @@ def test_comparison_names_changes_that_are_not_finite(tmp_path, open_page):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         run.save(1, {"w": np.ones(2), "x": np.ones(2)})
         run.save(2, {"w": np.full(2, np.nan), "x": np.full(2, 1.5)})
-    shown = ask(compare.result, open_page(tmp_path / "run"), run="run", a=1, b=2)
+    shown = ask("/compare/result", open_page(tmp_path / "run"), run="run", a=1, b=2)
     rows = dict(re.findall('<tr data-path="(.)"(.*?)</tr>', shown))
     assert rows["w"].count(">not finite<") == 2
     assert "0.5" in rows["x"]
@@ -389,7 +381,7 @@ def test_comparison_names_changes_that_are_not_finite(tmp_path, open_page):
 
 def test_compares_first_step_with_next_by_default(made, open_page):
     space = open_page(made)
-    shown = ask(compare.page, space, run="run", b=20)
+    shown = ask("/compare", space, run="run", b=20)
     assert (chosen(shown, "a"), chosen(shown, "b")) == (["40"], ["20"])
 
 
@@ -398,7 +390,7 @@ def test_shows_no_difference_of_metrics_missing_on_one_side(tmp_path, open_page)
         run.save(1, {"w": np.ones(2)}, metrics={"loss": 0.5, "odd": np.nan})
         run.save(2, {"w": np.ones(2)}, metrics={"odd": 1.0, "new": 2.0})
     space = open_page(tmp_path / "run")
-    shown = ask(compare.result, space, run="run", a=1, b=2)
+    shown = ask("/compare/result", space, run="run", a=1, b=2)
     rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
     values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
     assert values == {
@@ -419,20 +411,20 @@ def test_compares_run_with_neighbors_and_command_line_runs(tmp_path, open_page):
     (tmp_path / "runs" / "wanted.json").write_text('{"w": "float32[3]"}')
     further = str(tmp_path / "elsewhere" / "c")
     space = open_page(tmp_path / "runs" / "a", [further])
-    shown = ask(compare.page, space, run="a", with_="b", b=2)
+    shown = ask("/compare", space, run="a", with_="b", b=2)
     assert options(shown, "with") == ["a", "b", further]
     assert options(shown, "b") == ["2", "1"]
     assert f"{tmp_path / 'runs' / 'a'} --against {further} --against PATH" in (
-        html.unescape(ask(compare.page, space, run="a"))
+        html.unescape(ask("/compare", space, run="a"))
     )
     for name in ("b", further):
-        shown = ask(compare.result, space, run="a", a=1, with_=name, b=2)
+        shown = ask("/compare/result", space, run="a", a=1, with_=name, b=2)
         assert f"step 1 of a to step 2 of {name}" in shown
     for name in ("link", "../outside", str(tmp_path / "outside"), "wanted.json", ".."):
-        for view in (compare.page, compare.result):
+        for view in ("/compare", "/compare/result"):
             with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
                 ask(view, space, run="a", with_=name)
-    for view in (leaves.page, runs.overview, compare.page):
+    for view in ("/leaves", "/run", "/compare"):
         with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
             ask(view, space, run="b")
 
@@ -440,23 +432,23 @@ def test_compares_run_with_neighbors_and_command_line_runs(tmp_path, open_page):
 def test_plan_reports_success_or_conflicts_of_restore(made, open_page):
     space = open_page(made / "run", [made / "source"])
     into = str(made / "source")
-    assert into in ask(plan.page, space, run="run")
-    shown = ask(plan.result, space, run="run", step=80, into=into)
+    assert into in ask("/plan", space, run="run")
+    shown = ask("/plan/result", space, run="run", step=80, into=into)
     assert "would fail: 3 leaves" in shown
     assert shown.count('data-actions="conflict"') == 3
     [advice] = re.findall('<p class="advice">In Python: (.*?)</p>', shown)
     assert advice.strip()
-    shown = ask(plan.result, space, run="run", step=80, into="run")
+    shown = ask("/plan/result", space, run="run", step=80, into="run")
     assert "would succeed" in shown
 
 
 def test_plan_page_tells_how_to_add_state(made, open_page):
     space = open_page(made / "run")
-    shown = html.unescape(ask(plan.page, space, run="run"))
+    shown = html.unescape(ask("/plan", space, run="run"))
     assert f"flaxckpt ui {made / 'run'} --against PATH" in shown
     assert f"> {made / 'wanted.json'}" in shown
     space = open_page(made / "run", [made / "source"])
-    shown = html.unescape(ask(plan.page, space, run="run"))
+    shown = html.unescape(ask("/plan", space, run="run"))
     assert f"--against {made / 'source'} --against PATH" in shown
 
 
@@ -473,7 +465,7 @@ def test_plans_into_states_created_later(tmp_path, open_page):
     with flaxckpt.Checkpointer(runs_dir / "a") as run:
         run.save(1, {"w": np.ones(2, np.float32)})
     space = open_page(runs_dir / "a")
-    assert options(ask(plan.page, space, run="a"), "into") == ["a"]
+    assert options(ask("/plan", space, run="a"), "into") == ["a"]
     flaxckpt.save(runs_dir / "single", {"w": np.ones(3, np.float32)})
     (runs_dir / "wanted.json").write_text('{"w": "float32[2]"}')
     (runs_dir / "config.json").write_text('{"lr": 0.1}')
@@ -483,21 +475,21 @@ def test_plans_into_states_created_later(tmp_path, open_page):
     (tmp_path / "outside.json").write_text('{"w": "float32[2]"}')
     (runs_dir / "link").symlink_to(tmp_path / "outside")
     (runs_dir / "link.json").symlink_to(tmp_path / "outside.json")
-    shown = ask(plan.page, space, run="a")
+    shown = ask("/plan", space, run="a")
     assert options(shown, "into") == ["a", "single", "wanted.json"]
-    good = ask(plan.result, space, run="a", into="wanted.json")
+    good = ask("/plan/result", space, run="a", into="wanted.json")
     assert "would succeed" in good
-    assert "would fail" in ask(plan.result, space, run="a", into="single")
+    assert "would fail" in ask("/plan/result", space, run="a", into="single")
     hidden = ["link", "link.json", "../outside.json", str(tmp_path / "outside.json")]
     for name in (*hidden, "notes", "config.json", "empty.json", ".."):
-        for view in (plan.page, plan.result, plan.suggest):
+        for view in ("/plan", "/plan/result", "/plan/suggest"):
             with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
                 ask(view, space, run="a", into=name)
-    for view in (leaves.page, runs.overview, compare.page):
+    for view in ("/leaves", "/run", "/compare"):
         with pytest.raises(errors.CheckpointNotFoundError, match="may open"):
             ask(view, space, run="single")
     (runs_dir / "wanted.json").unlink()
-    assert options(ask(plan.page, space, run="a"), "into") == ["a", "single"]
+    assert options(ask("/plan", space, run="a"), "into") == ["a", "single"]
 
 
 def test_lists_state_files_beside_runs_and_of_command_line(tmp_path, open_page):
@@ -508,10 +500,10 @@ def test_lists_state_files_beside_runs_and_of_command_line(tmp_path, open_page):
         (tmp_path / file).write_text('{"w": "float32[2]"}')
     three = str(tmp_path / "three.json")
     space = open_page(tmp_path / "runs", [three])
-    into = options(ask(plan.page, space, run="a"), "into")
+    into = options(ask("/plan", space, run="a"), "into")
     assert into == ["a", "deep/b", "one.json", "deep/two.json", three]
-    assert "would succeed" in ask(plan.result, space, run="a", into=three)
-    assert options(ask(compare.page, space, run="a"), "with") == ["a", "deep/b"]
+    assert "would succeed" in ask("/plan/result", space, run="a", into=three)
+    assert options(ask("/compare", space, run="a"), "with") == ["a", "deep/b"]
     (tmp_path / "bad.json").write_text('{"w": 1}')
     with pytest.raises(errors.OptionError, match="must be a string such as"):
         places.find_places(tmp_path / "runs", [tmp_path / "bad.json"])
@@ -523,28 +515,28 @@ def test_plan_and_step_lists_show_damage(made, tmp_path, open_page):
     largest.write_bytes(largest.read_bytes()[:-1])
     first = min(int(step.name) for step in (tmp_path / "run").glob("[0-9]*"))
     space = open_page(tmp_path / "run")
-    for view in (plan.page, leaves.page, compare.page):
+    for view in ("/plan", "/leaves", "/compare"):
         shown = ask(view, space, run="run")
         assert "80, damaged" in shown
         assert 'value="80" selected' not in shown, "a damaged step is not proposed"
-    shown = ask(plan.result, space, run="run", step=80, into="run")
+    shown = ask("/plan/result", space, run="run", step=80, into="run")
     assert "would fail: the checkpoint is damaged" in shown
     assert largest.name in shown
     assert "would succeed" not in shown
     assert "no array was read" in ask(
-        plan.result, space, run="run", step=first, into="run"
+        "/plan/result", space, run="run", step=first, into="run"
     )
     flip_bit(largest_file(tmp_path / "run" / str(first) / "state"))
     [place] = space.places.runs.values()
     report = space.feeds.latest(place).report
     space.verifications.start(place, [s for s in report.steps if s.step in (first, 70)])
     space.verifications.job._thread.join()
-    shown = ask(plan.result, space, run="run", step=first, into="run")
+    shown = ask("/plan/result", space, run="run", step=first, into="run")
     assert "would fail: the checkpoint is damaged" in shown
-    assert f"{first}, damaged" in ask(plan.page, space, run="run").replace(
+    assert f"{first}, damaged" in ask("/plan", space, run="run").replace(
         ", best, ", ", "
     )
-    shown = ask(plan.result, space, run="run", step=70, into="run")
+    shown = ask("/plan/result", space, run="run", step=70, into="run")
     assert "every byte was verified" in shown
 
 
@@ -566,17 +558,17 @@ def test_plan_of_damaged_step_links_to_newest_good_step(
             chunks.flip(tmp_path / "run/80/state", "params.trunk.kernel/c.0.0")
     space = open_page(tmp_path)
     if known_by == "verify":
-        ask(verify.start, space, run="run", step=80)
+        ask("/verify/start", space, run="run", step=80)
         space.verifications.job._thread.join()
     asked = {"run": "run", "into": "other", "source": "new", "drop": "params/head"}
     asked |= {"missing": "init", "optimizer": "reinit"}
-    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    shown = html.unescape(ask("/plan/result", space, **asked, step=80))
     assert "would fail: the checkpoint is damaged" in shown
     [url] = re.findall('href="/plan[?]([^"]*)">Plan step 70 instead</a>', shown)
     assert "Plan step 70 instead</a>, the newest that is not known to be dam" in shown
     link = dict(parse.parse_qsl(url))
     assert link == {**asked, "step": "70"}
-    shown = ask(plan.result, space, **link)
+    shown = ask("/plan/result", space, **link)
     assert "would succeed" in shown
     assert "instead" not in shown
 
@@ -587,9 +579,9 @@ def test_plan_reads_state_of_run_from_newest_readable_step(made, tmp_path, open_
     (tmp_path / "run/80/flaxckpt.json").write_text("{")
     space = open_page(tmp_path / "run")
     asked = {"run": "run", "into": "run"}
-    shown = html.unescape(ask(plan.result, space, **asked, step=80))
+    shown = html.unescape(ask("/plan/result", space, **asked, step=80))
     assert 'step=70&into=run">Plan step 70 instead</a>' in shown
-    shown = html.unescape(ask(plan.result, space, **asked, step=70))
+    shown = html.unescape(ask("/plan/result", space, **asked, step=70))
     assert "would succeed" in shown
     assert "The state is that of step 70 of run: a newer step is damaged." in shown
     _, command = re.findall('(?s)<pre class="command">(.*?)</pre>', shown)
@@ -599,14 +591,14 @@ def test_plan_reads_state_of_run_from_newest_readable_step(made, tmp_path, open_
     for step in (tmp_path / "run").glob("[0-9]*"):
         (step / "flaxckpt.json").write_text("{")
     with pytest.raises(errors.DamagedCheckpointError):
-        ask(plan.result, open_page(tmp_path / "run"), **asked, step=70)
+        ask("/plan/result", open_page(tmp_path / "run"), **asked, step=70)
 
 
 def test_plan_links_to_no_other_damaged_step(made, tmp_path, open_page):
     shutil.copytree(made / "run", tmp_path / "run")
     for file in (tmp_path / "run").glob("*/state/d/0.small.0"):
         file.write_bytes(file.read_bytes()[:-1])
-    shown = ask(plan.result, open_page(tmp_path), run="run", step=80, into="run")
+    shown = ask("/plan/result", open_page(tmp_path), run="run", step=80, into="run")
     assert "would fail: the checkpoint is damaged" in shown
     assert "instead" not in shown
 
@@ -622,19 +614,19 @@ def test_failing_plan_shows_remedy_as_field_value(tmp_path, open_page):
     space = open_page(tmp_path)
     rule = r"params/enc/(.*)=params/back/\1"
     asked = {"run": "old", "into": "new"}
-    shown = html.unescape(ask(plan.result, space, **asked))
+    shown = html.unescape(ask("/plan/result", space, **asked))
     assert f"<pre>{rule}</pre>" in shown
     assert "Guess" not in shown
     asked["into"] = "head"
-    shown = ask(plan.result, space, **asked)
+    shown = ask("/plan/result", space, **asked)
     [url] = addresses(shown, "/plan/suggest")
     assert url.text("into") == "head"
-    shown = html.unescape(ask(plan.suggest, space, **asked))
+    shown = html.unescape(ask("/plan/suggest", space, **asked))
     assert "2 of 3 parameters have a source" in shown
     assert f"<pre>{rule}</pre>" in shown
     [link] = re.findall('href="/plan[?]([^"]*)"', shown)
     assert workspace.Query(link.encode()).text("rename") == rule
-    shown = ask(plan.result, space, **asked, rename=rule)
+    shown = ask("/plan/result", space, **asked, rename=rule)
     assert "would fail: 1 leaf of head" in shown
     assert "remedy" not in shown, "the reader has rules already"
     counts = re.findall("<strong>([^<]*)</strong>", shown)
@@ -658,9 +650,9 @@ def test_shows_damaged_run_with_its_damage(made, tmp_path, open_page):
     largest = largest_file(tmp_path / "run" / "70" / "state")
     largest.write_bytes(largest.read_bytes()[:-1])
     space = open_page(tmp_path / "run")
-    assert "damaged" in ask(runs.overview, space, run="run")
-    assert "damaged" in ask(runs.page, space)
-    assert "Leaves" in ask(leaves.page, space, run="run")
+    assert "damaged" in ask("/run", space, run="run")
+    assert "damaged" in ask("/", space)
+    assert "Leaves" in ask("/leaves", space, run="run")
 
 
 def test_table_of_runs_shows_newest_good_step(made, tmp_path, open_page):
@@ -679,7 +671,7 @@ def test_table_of_runs_shows_newest_good_step(made, tmp_path, open_page):
     last = "last 0.5 at step 60"
     lines = charts_of(shown)["runs"]["metrics"][0]["lines"]
     [loss] = [line for line in lines if line["name"] == "run"]
-    [first, *_] = charts_of(ask(runs.overview, space, run="run"))["metrics"]
+    [first, *_] = charts_of(ask("/run", space, run="run"))["metrics"]
     for line in (loss, first):
         assert line["facts"].startswith(f"best 0.3 at step 50, {last}, ")
     assert (row["newest"], row["best eval/loss"]) == ("60", "0.3, step 50")
@@ -712,11 +704,11 @@ def test_single_checkpoint_shows_its_metrics(tmp_path, open_page):
     shutil.copytree(tmp_path / "run" / "3", tmp_path / "some" / "solo")
     flaxckpt.save(tmp_path / "some" / "without", {"w": np.ones(4)})
     space = open_page(tmp_path / "some" / "solo")
-    shown = ask(runs.overview, space, run="solo")
+    shown = ask("/run", space, run="solo")
     assert "2 metrics are stored with the checkpoint." in shown
     assert rows_of(shown, "metric") == [["loss", "0.25"], ["accuracy", "NaN"]]
     space = open_page(tmp_path / "some")
-    shown = ask(runs.overview, space, run="without")
+    shown = ask("/run", space, run="without")
     assert "No metrics are stored with the checkpoint." in shown
     lasts = [(r["last loss"], r["last accuracy"]) for r in cells(all_runs(space))]
     assert lasts == [("0.25", "NaN"), ("", "")]
@@ -779,9 +771,9 @@ def cells(shown):
 def test_shows_empty_run(tmp_path, open_page):
     (tmp_path / "run").mkdir()
     space = open_page(tmp_path / "run")
-    assert "no steps yet" in ask(runs.overview, space, run="run")
-    for view in (leaves.page, compare.page, plan.page):
-        assert "<form" in ask(view, space, run="run") or view is leaves.page
+    assert "no steps yet" in ask("/run", space, run="run")
+    for view in ("/leaves", "/compare", "/plan"):
+        assert "<form" in ask(view, space, run="run") or view == "/leaves"
 
 
 def test_finds_runs_in_directories_without_following_links(tmp_path):
@@ -815,10 +807,10 @@ def test_pages_change_no_files(made, open_page):
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*")}
     space = open_page(made)
     all_runs(space)
-    ask(runs.overview, space, run="run")
-    ask(leaves.statistics, space, run="run", leaf="params/head")
-    ask(compare.result, space, run="run", a=70, b=80)
-    ask(plan.result, space, run="run", step=80, into="source")
+    ask("/run", space, run="run")
+    ask("/leaves/leaf", space, run="run", leaf="params/head")
+    ask("/compare/result", space, run="run", a=70, b=80)
+    ask("/plan/result", space, run="run", step=80, into="source")
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*")} == before
 
 
@@ -868,10 +860,10 @@ def test_shows_runs_in_object_stores(store_path, open_page, kind):
             run.save(step, {"w": np.full(3, step)}, metrics={"loss": 1 / step})
     space = open_page(root)
     assert list(space.places.runs) == ["run"]
-    [loss] = charts_of(ask(runs.overview, space, run="run"))["metrics"]
+    [loss] = charts_of(ask("/run", space, run="run"))["metrics"]
     assert loss["name"] == "loss"
-    assert "<dl" in ask(leaves.statistics, space, run="run", step=2, leaf="w")
-    assert 'data-path="w"' in ask(compare.result, space, run="run", a=1, b=2)
+    assert "<dl" in ask("/leaves/leaf", space, run="run", step=2, leaf="w")
+    assert 'data-path="w"' in ask("/compare/result", space, run="run", a=1, b=2)
 
 
 def test_missing_package_prints_one_line_error(tmp_path):
@@ -940,13 +932,13 @@ def all_runs(space):
     """Returns the view on all runs, after each was read."""
     for place in runs.listed(space):
         space.feeds.latest(place)
-    return ask(runs.table, space)
+    return ask("/runs", space)
 
 
 def look_again(space):
     """Looks for new runs at once."""
     space.places._due = 0.0
-    return ask(runs.news, space)
+    return ask("/news", space)
 
 
 def test_run_started_later_appears(tmp_path, open_page):
@@ -971,7 +963,7 @@ def test_run_started_later_appears(tmp_path, open_page):
     assert look_again(space).version not in (before.version, after.version)
     assert list(space.places.runs) == ["deep/b", "deep/c"]
     with pytest.raises(errors.CheckpointNotFoundError):
-        ask(runs.news, space, run="a")
+        ask("/news", space, run="a")
 
 
 def test_empty_directory_becomes_directory_of_runs(tmp_path, open_page):
@@ -982,7 +974,7 @@ def test_empty_directory_becomes_directory_of_runs(tmp_path, open_page):
     look_again(space)
     assert not space.places.is_single
     assert list(space.places.runs) == ["a"]
-    assert "All runs" in ask(runs.page, space)
+    assert "All runs" in ask("/", space)
 
 
 def test_does_not_read_known_runs_again(tmp_path, open_page, monkeypatch):
@@ -990,9 +982,9 @@ def test_does_not_read_known_runs_again(tmp_path, open_page, monkeypatch):
         run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path)
     looked = []
-    real = places.is_run
-    monkeypatch.setattr(
-        places, "is_run", lambda path: looked.append(path) or real(path)
+    real = seams.current("ui_places.is_run")
+    seams.replace(
+        monkeypatch, "ui_places.is_run", lambda path: looked.append(path) or real(path)
     )
     look_again(space)
     assert looked == [tmp_path]
@@ -1018,12 +1010,12 @@ def test_plan_into_wider_head_links_to_fresh_head(tmp_path, open_page):
     save_with_head(tmp_path / "wide", 5)
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "wide"}
-    shown = ask(plan.result, space, **asked)
+    shown = ask("/plan/result", space, **asked)
     assert "would fail: 3 leaves" in shown
     assert "<pre>params/head/.*</pre>" in shown
     fields = follow(shown)
     assert fields == {**asked, "drop": "params/head/.*", "missing": "init"}
-    shown = ask(plan.result, space, **fields)
+    shown = ask("/plan/result", space, **fields)
     assert "would succeed" in shown
     assert "Not from the checkpoint: 3 leaves" in shown
 
@@ -1037,7 +1029,7 @@ def test_plan_shows_complete_command_of_remedy(tmp_path, open_page):
     flaxckpt.save(tmp_path / "of mine" / "wide", wide)
     space = open_page(tmp_path / "of mine")
     asked = {"run": "old", "into": "wide", "step": 3, "optimizer": "exact"}
-    shown = html.unescape(ask(plan.result, space, **asked))
+    shown = html.unescape(ask("/plan/result", space, **asked))
     [command] = re.findall('<pre class="command">(.*)</pre>', shown)
     words = shlex.split(command)
     assert words[:4] == ["flaxckpt", "plan", *map(str, space_paths(space))]
@@ -1047,7 +1039,7 @@ def test_plan_shows_complete_command_of_remedy(tmp_path, open_page):
     ]
     verb = [sys.executable, "-m", "flaxckpt", *words[1:]]
     assert subprocess.run(verb, capture_output=True, check=False).returncode == 0
-    shown = html.unescape(ask(plan.result, space, **follow(shown)))
+    shown = html.unescape(ask("/plan/result", space, **follow(shown)))
     call, same = re.findall('(?s)<pre class="command">(.*?)</pre>', shown)
     assert shlex.split(same) == words, "the plan that succeeds has its command, too"
     names = {"flaxckpt": flaxckpt, "state": wide}
@@ -1066,16 +1058,16 @@ def test_disables_choice_of_runs_without_steps(tmp_path, open_page):
                 run.save(step, {"w": np.ones(2)})
     (tmp_path / "a" / "events.jsonl").write_text("")
     space = open_page(tmp_path)
-    for view, field in ((compare.page, "with"), (plan.page, "into")):
+    for view, field in (("/compare", "with"), ("/plan", "into")):
         options = listed(ask(view, space, run="c"), field)
         assert options["a"] == ' disabled="">a (no steps)'
         assert options["b"].endswith(">b")
         assert "disabled" not in options["b"] + options["c"]
-    chosen = listed(ask(plan.page, space, run="b"), "into")["b"]
+    chosen = listed(ask("/plan", space, run="b"), "into")["b"]
     assert chosen.startswith(' selected=""'), "a run is planned into its own state"
     with flaxckpt.Checkpointer(tmp_path / "a") as run:
         run.save(1, {"w": np.ones(2)})
-    assert listed(ask(compare.page, space, run="c"), "with")["a"] == ">a"
+    assert listed(ask("/compare", space, run="c"), "with")["a"] == ">a"
 
 
 def listed(shown, field):
@@ -1091,24 +1083,24 @@ def test_plan_into_another_run_links_to_plan_as_source(tmp_path, open_page):
         for step in (1, 2):
             run.save(step, flaxckpt.load(tmp_path / "old"))
     space = open_page(tmp_path)
-    shown = html.unescape(ask(plan.result, space, run="old", into="wide"))
+    shown = html.unescape(ask("/plan/result", space, run="old", into="wide"))
     [url] = re.findall('href="/plan[?]([^"]*)">plan it as the source', shown)
     query = workspace.Query(url.encode())
     assert [query.text(name) for name in ("run", "into", "source")] == [
         *("old", "wide", "new")
     ]
-    dropped = ask(plan.result, space, run="old", into="wide", drop="params/head/.*")
+    dropped = ask("/plan/result", space, run="old", into="wide", drop="params/head/.*")
     [url] = re.findall('href="/plan[?]([^"]*)">plan it as', html.unescape(dropped))
     query = workspace.Query(url.encode())
     assert query.text("missing") == "init"
     names = ("run", "into", "source", "drop", "missing")
     fields = {name: query.text(name) for name in names}
-    assert "The restore would succeed" in ask(plan.result, space, **fields)
+    assert "The restore would succeed" in ask("/plan/result", space, **fields)
     for fields in (
         {"run": "old", "into": "wide", "source": "new"},
         {"run": "run", "into": "run", "step": 1},
     ):
-        assert "as the source of" not in ask(plan.result, space, **fields)
+        assert "as the source of" not in ask("/plan/result", space, **fields)
 
 
 def test_plan_without_classes_links_to_matched_optimizer(tmp_path, open_page):
@@ -1117,36 +1109,36 @@ def test_plan_without_classes_links_to_matched_optimizer(tmp_path, open_page):
     (tmp_path / "wanted.json").write_text(json.dumps(count))
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "wanted.json"}
-    shown = ask(plan.result, space, **asked)
+    shown = ask("/plan/result", space, **asked)
     assert "The state names no classes" in shown
     assert follow(shown) == {**asked, "optimizer": "match"}
-    assert "names no classes" not in ask(plan.result, space, **follow(shown))
+    assert "names no classes" not in ask("/plan/result", space, **follow(shown))
 
 
 def test_plans_source_of_new_run(tmp_path, open_page):
     save_with_head(tmp_path / "old", 3, step=7)
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "old"}
-    assert "Begin anew" not in ask(plan.result, space, **asked)
-    shown = ask(plan.result, space, **asked, source="new")
+    assert "Begin anew" not in ask("/plan/result", space, **asked)
+    shown = ask("/plan/result", space, **asked, source="new")
     assert "Begin anew, as in a new run: 6 leaves" in shown
     assert 'data-path="step" data-actions="init"' in shown
-    continued = ask(plan.result, space, **asked, source="new", optimizer="match")
+    continued = ask("/plan/result", space, **asked, source="new", optimizer="match")
     assert "Begin anew" not in continued
-    shown = html.unescape(ask(plan.page, space, **asked, source="new"))
+    shown = html.unescape(ask("/plan", space, **asked, source="new"))
     assert '<option value="new" selected="">' in shown
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("source") == "new"
     (tmp_path / "wanted.json").write_text('{"opt_state": {"n": "int32[]"}}')
     with pytest.raises(errors.OptionError) as raised:
-        ask(plan.result, space, run="old", into="wanted.json", source="new")
+        ask("/plan/result", space, run="old", into="wanted.json", source="new")
     assert str(raised.value).startswith(
         "a new run begins its optimizer anew, but wanted.json names no classes, so that"
         " opt_state/n would be planned as any other leaf: take a run, a checkpoint"
     )
     assert not re.search("TARGET|PATH|as-source|pass ", str(raised.value))
     (tmp_path / "wanted.json").write_text('{"params": {"n": "int32[]"}}')
-    shown = ask(plan.result, space, run="old", into="wanted.json", source="new")
+    shown = ask("/plan/result", space, run="old", into="wanted.json", source="new")
     assert "would fail: 1 leaf of wanted.json" in shown, "it has no optimizer"
 
 
@@ -1157,10 +1149,10 @@ def test_plan_names_damage_outside_restored_leaves(tmp_path, open_page):
     chunk.write_bytes(chunk.read_bytes()[:-1])
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "old"}
-    shown = ask(plan.result, space, **asked)
+    shown = ask("/plan/result", space, **asked)
     assert "would fail: the checkpoint is damaged" in shown
     assert "instead" not in shown, "it is no step of a run"
-    shown = ask(plan.result, space, **asked, source="new")
+    shown = ask("/plan/result", space, **asked, source="new")
     assert "would succeed" in shown
     assert "not where this restore reads: " in shown
     assert "opt_state.0.mu.trunk" in shown
@@ -1176,19 +1168,19 @@ def test_plan_applies_transforms_first(tmp_path, open_page):
     save_as("new")
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "new"}
-    assert "would fail" in ask(plan.result, space, **asked)
+    assert "would fail" in ask("/plan/result", space, **asked)
     renamed = {"rename": "params/old/kernel=params/new/kernel\r\n"}
-    assert "would fail" in ask(plan.result, space, **asked, **renamed)
+    assert "would fail" in ask("/plan/result", space, **asked, **renamed)
     rules = {"rename": r"params/old/(.*)=params/new/\1", "cast": ".*/kernel=bfloat16"}
-    shown = html.unescape(ask(plan.result, space, **asked, **rules))
+    shown = html.unescape(ask("/plan/result", space, **asked, **rules))
     assert "would succeed" in shown
     assert "from params/old/kernel, by rename > cast" in shown
     assert "by rename" in shown
-    fresh = ask(plan.result, space, **asked, **rules, drop="opt_state/.*")
+    fresh = ask("/plan/result", space, **asked, **rules, drop="opt_state/.*")
     assert "The optimizer initializes 5 leaves" in fresh
-    afresh = ask(plan.result, space, **asked, **rules, optimizer="reinit")
+    afresh = ask("/plan/result", space, **asked, **rules, optimizer="reinit")
     assert "The optimizer initializes 5 leaves" in afresh
-    shown = html.unescape(ask(plan.page, space, **asked, **rules))
+    shown = html.unescape(ask("/plan", space, **asked, **rules))
     assert rules["rename"] in shown
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("rename") == rules["rename"]
@@ -1200,11 +1192,11 @@ def test_plan_accepts_missing_leaves_with_init(tmp_path, open_page):
         flaxckpt.save(tmp_path / name, {"params": params})
     space = open_page(tmp_path)
     asked = {"run": "old", "into": "new"}
-    assert "would fail" in ask(plan.result, space, **asked)
-    shown = ask(plan.result, space, **asked, missing="init")
+    assert "would fail" in ask("/plan/result", space, **asked)
+    shown = ask("/plan/result", space, **asked, missing="init")
     assert "would succeed" in shown
     assert "Not from the checkpoint: 1 leaf. Pass a state with values" in shown
-    shown = html.unescape(ask(plan.page, space, **asked, missing="init"))
+    shown = html.unescape(ask("/plan", space, **asked, missing="init"))
     [url] = re.findall('hx-get="/plan/result[?]([^"]*)"', shown)
     assert workspace.Query(url.encode()).text("missing") == "init"
     assert '<option value="init" selected="">' in shown
@@ -1226,14 +1218,14 @@ def test_rejects_invalid_rules(tmp_path, open_page, fields, message):
     flaxckpt.save(tmp_path / "one", {"params": {"w": np.ones(2, np.float32)}})
     space = open_page(tmp_path / "one")
     with pytest.raises(errors.CheckpointError, match=message):
-        ask(plan.result, space, run="one", into="one", **fields)
+        ask("/plan/result", space, run="one", into="one", **fields)
 
 
 def test_shows_long_rules_completely(tmp_path, open_page):
     flaxckpt.save(tmp_path / "one", {"w": np.ones(2)})
     rule = "\n".join(f"<b>/{n}=</textarea>{n}" for n in range(300))
     shown = ask(
-        plan.page, open_page(tmp_path / "one"), run="one", into="one", rename=rule
+        "/plan", open_page(tmp_path / "one"), run="one", into="one", rename=rule
     )
     [field] = re.findall('<textarea name="rename"[^>]*>\n(.*?)</textarea>', shown, re.S)
     assert html.unescape(field) == rule
@@ -1241,7 +1233,7 @@ def test_shows_long_rules_completely(tmp_path, open_page):
 
 def test_shows_runs_while_reading_them(made, open_page):
     space = open_page(made)
-    first = ask(runs.table, space)
+    first = ask("/runs", space)
     assert "Reading " in first or first.count("data-run=") >= 2
     last = all_runs(space)
     assert "Reading " not in last
