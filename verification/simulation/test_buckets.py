@@ -9,7 +9,7 @@ import pytest
 from verification.simulation import (
     buckets,
     kernel,
-    planted_buckets,
+    planted,
     process_state,
     runner,
     runs,
@@ -67,19 +67,19 @@ def test_histories_of_past_defects_are_sound():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", planted_buckets.FAULTS)
+@pytest.mark.parametrize("fault", planted.FAULTS_OF_BUCKETS)
 def test_detects_planted_fault(fault):
-    assert_found(buckets, planted_buckets.FAULTS[fault])
+    assert_found(buckets, planted.FAULTS_OF_BUCKETS[fault])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", planted_buckets.FAULTS_OF_RUNS)
+@pytest.mark.parametrize("fault", planted.FAULTS_OF_RUNS)
 def test_detects_planted_fault_in_whole_runs(fault):
-    assert_found(runs, planted_buckets.FAULTS_OF_RUNS[fault])
+    assert_found(runs, planted.FAULTS_OF_RUNS[fault])
 
 
 def test_violation_has_readable_timeline():
-    faults = planted_buckets.FAULTS["no lock"]
+    faults = planted.FAULTS_OF_BUCKETS["no lock"]
     seed, _ = next(runner.find_violations(buckets, range(100), faults))
     with runner.installed(buckets, faults), pytest.raises(kernel.Violation) as caught:
         buckets.history(seed, is_traced=True)

@@ -14,7 +14,7 @@ from verification.simulation import (
     kernel,
     pauses,
     pins,
-    planted_files,
+    planted,
     stand_ins,
 )
 
@@ -90,9 +90,9 @@ def test_history_of_past_defect_is_sound(histories, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", planted_files.FAULTS)
+@pytest.mark.parametrize("fault", planted.FAULTS_OF_FILES)
 def test_detects_planted_fault(fault):
-    histories, patches = planted_files.FAULTS[fault]
+    histories, patches = planted.FAULTS_OF_FILES[fault]
     with pytest.raises(kernel.Violation) as found:
         _run(histories, range(MOST_HISTORIES), patches)
     for error in ("TypeError", "KeyError"):

@@ -8,9 +8,7 @@ from flaxckpt._util import threads
 from verification.simulation import (
     buckets,
     kernel,
-    planted_buckets,
-    planted_files,
-    planted_tier,
+    planted,
     process_state,
     runner,
     runs,
@@ -18,10 +16,10 @@ from verification.simulation import (
 )
 
 PLANTED = [
-    *planted_files.FAULTS.values(),
-    *planted_tier.FAULTS.values(),
-    *((buckets, patches) for patches in planted_buckets.FAULTS.values()),
-    *((runs, patches) for patches in planted_buckets.FAULTS_OF_RUNS.values()),
+    *planted.FAULTS_OF_FILES.values(),
+    *planted.FAULTS_OF_TIER.values(),
+    *((buckets, patches) for patches in planted.FAULTS_OF_BUCKETS.values()),
+    *((runs, patches) for patches in planted.FAULTS_OF_RUNS.values()),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flaxckpt._distributed import messages, operation
 from flaxckpt._run.tiers import part_tier, parts, upload_copies
-from verification.simulation import kernel, planted_tier, runner, tier
+from verification.simulation import kernel, planted, runner, tier
 
 MOST_HISTORIES = 600
 """The histories that find each planted fault: many times as many as find it on average,
@@ -195,9 +195,9 @@ def test_processes_that_disagree_whether_they_have_met_meet_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", planted_tier.FAULTS)
+@pytest.mark.parametrize("fault", planted.FAULTS_OF_TIER)
 def test_detects_planted_fault(fault):
-    histories, patches = planted_tier.FAULTS[fault]
+    histories, patches = planted.FAULTS_OF_TIER[fault]
     seeds = range(MOST_HISTORIES)
     _, found = next(runner.find_violations(histories, seeds, patches))
     for error in ("TypeError", "KeyError"):
