@@ -220,6 +220,11 @@ class Report:
             if point.mode is not None and not point.is_bad
         ]
 
+    @property
+    def stalls(self) -> Sequence[SavedStep]:
+        """The saves whose wait is known, durable or not, the oldest first."""
+        return [save for save in self.saves if save.blocked_secs is not None]
+
     @functools.cached_property
     def drawn(self) -> Mapping[str, Sequence[MetricValue]]:
         """The metrics with a finite value."""

@@ -91,12 +91,12 @@ def _document(report: Report) -> dict[str, object]:
 
     verdict = _report.flight_recorder.judge(report)
     expected = _expect_save(report.saves)
-    blocked = [s.blocked_secs for s in report.saves if s.blocked_secs is not None]
+    stalls = report.stalls
     return {
         "ok": verdict.state != "bad",
         "verdict": verdict.text,
         "newest": max((s.step for s in report.steps if s.step), default=None),
-        "blocked_secs": blocked[-1] if blocked else None,
+        "blocked_secs": stalls[-1].blocked_secs if stalls else None,
         "next_step": None if expected is None else expected.step,
         "next_time": None if expected is None else expected.time,
     }
@@ -116,7 +116,7 @@ def describe(report: Report, now: float) -> list[str]:
     room = _output.terminal_width() - width - 4 if _output.is_terminal() else None
     rows = [
         ("newest", _newest(report, now)),
-        ("saves", _stalls(report.saves)),
+        ("saves", _stalls(report.stalls)),
         *[(name, curve(points, room)) for name, points in metrics.items()],
         ("next", _next_save(report.saves, now)),
     ]
@@ -176,7 +176,7 @@ def _bar(values: Sequence[float], low: float, high: float) -> str:
 
 
 def _stalls(saves: Sequence[SavedStep]) -> str:
-    waits = [save.blocked_secs for save in saves if save.blocked_secs is not None]
+    waits = [save.blocked_secs or 0.0 for save in saves]
     if not waits:
         return ""
     last, most = _output.secs(waits[-1]), _output.secs(max(waits))

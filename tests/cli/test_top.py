@@ -10,6 +10,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt.policies import BestN, LatestN
+from tests.helpers import report_runs
 
 
 def test_shows_healthy_run_once_without_terminal(here, command):
@@ -93,3 +94,25 @@ def test_predicts_next_save_from_previous_intervals(here, command, last, said):
         "gone", [(age, step, {}) for age, step in zip(ages, steps, strict=True)]
     )
     assert command.text("top", "gone")[-1].split(maxsplit=1) == ["next", said]
+
+
+def test_page_and_top_agree_on_the_last_stall(here, command):
+    """Of the last save with a known wait, which became durable or not."""
+    write_journal("gone", [(9.0, 1, {})])
+    with Path("gone/events.jsonl").open("a", encoding="utf-8") as journal:
+        for kind, details in (
+            ("started", {}),
+            ("snapshot", {"blocked_secs": 0.25}),
+            ("failed", {"error": "no space"}),
+        ):
+            row = {"time": time.time(), "kind": kind, "step": 2, "details": details}
+            journal.write(json.dumps(row | {"path": "gone/2"}) + "\n")
+    assert command.json("top", "gone", code=1)["blocked_secs"] == 0.25
+    (card,) = (
+        found
+        for found in report_runs.Elements(report_runs.page_of("gone")).with_data(
+            "data-card", "data-value"
+        )
+        if found["data-card"] == "last-save"
+    )
+    assert float(card["data-value"]) == 0.25
