@@ -25,12 +25,15 @@ class PolicyForm(NamedTuple):
         key: The key of its first field in a file.
         example: One as an option, such as `best:1:eval/loss:min`.
         shorten: Returns a policy in a few words.
+        count_kept: Returns how many steps a policy keeps at most; None if the number
+            has no limit.
     """
 
     cls: type[Any]
     key: str
     example: str
     shorten: Callable[[Any], str]
+    count_kept: Callable[[Any], int] | None
 
     @property
     def option(self) -> str:
@@ -76,14 +79,20 @@ FORMS: dict[str, PolicyForm] = {}
 """Name of a policy's class -> how it is written."""
 
 
-def register(key: str, example: str, shorten: Callable[[Any], str]) -> Callable[[T], T]:
+def register(
+    key: str,
+    example: str,
+    shorten: Callable[[Any], str],
+    *,
+    count_kept: Callable[[Any], int] | None,
+) -> Callable[[T], T]:
     """Returns a decorator that registers the class of a policy, and gives it `__str__`.
 
     See `PolicyForm` for the arguments.
     """
 
     def decorate(cls: T) -> T:
-        form = FORMS[cls.__name__] = PolicyForm(cls, key, example, shorten)
+        form = FORMS[cls.__name__] = PolicyForm(cls, key, example, shorten, count_kept)
         described: Any = cls
         described.__str__ = lambda policy: form.to_text(policy)
         return cls

@@ -72,7 +72,9 @@ class PreservationPolicy(Protocol):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("latest", "latest:3", lambda p: f"latest {p.n}")
+@_policy_forms.register(
+    "latest", "latest:3", lambda p: f"latest {p.n}", count_kept=lambda p: p.n
+)
 @dataclass(frozen=True, slots=True)
 class LatestN(PreservationPolicy):
     """Keeps the `n` newest checkpoints; temporary checkpoints are ignored."""
@@ -91,6 +93,7 @@ class LatestN(PreservationPolicy):
     "latest_duration",
     "duration:24h",
     lambda p: f"last {_util.humanize.duration(p.secs)}",
+    count_kept=None,
 )
 @dataclass(frozen=True, slots=True)
 class LatestDuration(PreservationPolicy):
@@ -117,7 +120,10 @@ class LatestDuration(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "best", "best:1:eval/loss:min", lambda p: f"among {p.n} best {p.metric}"
+    "best",
+    "best:1:eval/loss:min",
+    lambda p: f"among {p.n} best {p.metric}",
+    count_kept=lambda p: p.n,
 )
 @dataclass(frozen=True, slots=True)
 class BestN(PreservationPolicy):
@@ -151,7 +157,10 @@ class BestN(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "without_metric", "without:eval/loss", lambda p: f"without {p.metric}"
+    "without_metric",
+    "without:eval/loss",
+    lambda p: f"without {p.metric}",
+    count_kept=None,
 )
 @dataclass(frozen=True, slots=True)
 class WithoutMetric(PreservationPolicy):
@@ -175,7 +184,9 @@ class WithoutMetric(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("every_steps", "every:1000", lambda p: f"every {p.n}")
+@_policy_forms.register(
+    "every_steps", "every:1000", lambda p: f"every {p.n}", count_kept=None
+)
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(PreservationPolicy):
     """Keeps each checkpoint whose step is a multiple of `n`, including 0.
@@ -194,7 +205,10 @@ class EveryNSteps(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "every_steps_closest", "closest:1000", lambda p: f"near every {p.n}"
+    "every_steps_closest",
+    "closest:1000",
+    lambda p: f"near every {p.n}",
+    count_kept=None,
 )
 @dataclass(frozen=True, slots=True)
 class EveryNStepsClosest(PreservationPolicy):
@@ -224,7 +238,7 @@ class EveryNStepsClosest(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "exponential_steps", "exponential:100:2", lambda _: "exponential"
+    "exponential_steps", "exponential:100:2", lambda _: "exponential", count_kept=None
 )
 @dataclass(frozen=True, slots=True)
 class ExponentialSteps(PreservationPolicy):
@@ -260,7 +274,10 @@ class ExponentialSteps(PreservationPolicy):
 
 @_util.guessed_names.explain
 @_policy_forms.register(
-    "every_secs", "secs:2h", lambda p: f"every {_util.humanize.duration(p.secs)}"
+    "every_secs",
+    "secs:2h",
+    lambda p: f"every {_util.humanize.duration(p.secs)}",
+    count_kept=None,
 )
 @dataclass(frozen=True, slots=True)
 class EveryNSecs(PreservationPolicy):
@@ -292,7 +309,9 @@ class EveryNSecs(PreservationPolicy):
 
 
 @_util.guessed_names.explain
-@_policy_forms.register("on_steps", "steps:1,10", lambda _: "chosen step")
+@_policy_forms.register(
+    "on_steps", "steps:1,10", lambda _: "chosen step", count_kept=lambda p: len(p.steps)
+)
 @dataclass(frozen=True, slots=True)
 class OnSteps(PreservationPolicy):
     """Keeps the given steps, temporary or not."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flaxckpt import _policy_forms, _steps, errors, policies
+from flaxckpt import _policy_forms, _steps, errors
 from flaxckpt._formats import native_names
 from flaxckpt._run import events, judge
 from flaxckpt._steps.event import Event
@@ -27,8 +27,8 @@ _RECORDED_AGAIN_AFTER = 100
 """Saves after which the settings are recorded again: a journal in an object store loses
 its oldest lines."""
 
-_MOST_STEPS = 1000
-"""Steps of an `OnSteps` in the record; a line of a journal is limited."""
+_LONGEST = 1000
+"""Values of a list in the record; a line of a journal is limited."""
 
 _KEYS = frozenset(
     (
@@ -111,10 +111,11 @@ def _rules_to_json(rules: judge.Rules) -> dict[str, JSON]:
 
 def _to_json(policy: PreservationPolicy) -> dict[str, JSON]:
     form = _policy_forms.find(policy)
-    is_long = isinstance(policy, policies.OnSteps) and len(policy.steps) > _MOST_STEPS
+    fields = {} if form is None else form.to_dict(policy)
+    is_long = any(isinstance(v, list) and len(v) > _LONGEST for v in fields.values())
     if form is None or is_long:
         return {"policy": "custom", "text": _describe(policy)}
-    return {"policy": form.cls.__name__, **form.to_dict(policy)}
+    return {"policy": form.cls.__name__, **fields}
 
 
 def _describe(policy: PreservationPolicy) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from flaxckpt import _storage, _util, errors, policies
+from flaxckpt import _policy_forms, _storage, _util, errors
 from flaxckpt._run.checkpointer import Checkpointer, session_of
 from flaxckpt._types import JSON, PyTree
 from flaxckpt.policies import PreservationPolicy
@@ -102,12 +102,10 @@ def max_kept(keep: Sequence[PreservationPolicy]) -> int | None:
     """Returns the maximal number of steps that policies keep; None if unlimited."""
     total = 0
     for policy in keep:
-        if isinstance(policy, policies.LatestN | policies.BestN):
-            total += policy.n
-        elif isinstance(policy, policies.OnSteps):
-            total += len(policy.steps)
-        else:
+        form = _policy_forms.find(policy)
+        if form is None or form.count_kept is None:
             return None
+        total += form.count_kept(policy)
     return total or None
 
 

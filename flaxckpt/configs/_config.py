@@ -61,11 +61,9 @@ class CheckpointConfig:
 
     Attributes:
         directory: The run directory. If None, pass it to `checkpointer`.
-        keep: `{latest = 3}`, `{latest_duration = "24 h"}`,
-            `{best = 1, metric = "eval/loss", mode = "min"}`,
-            `{without_metric = "eval/loss"}`, `{every_steps = 10000}`,
-            `{every_steps_closest = 10000}`, `{exponential_steps = 100, base = 2}`,
-            `{every_secs = 3600}`, `{on_steps = [1, 10]}`.
+        keep: Policies, such as `{latest = 3}`, or
+            `{best = 1, metric = "eval/loss", mode = "min"}`; the guide to retention has
+            the table of each.
         keep_dataset: As `keep`, for the states of dataset iterators.
         keep_items: Item -> policies as `keep`, for the item: `{opt_state = [{latest =
             2}]}`.

@@ -220,6 +220,17 @@ _PARSERS: Mapping[Any, Parser] = {
 """Type of an option -> its parser; an `int` is at least 1, a `float` is seconds."""
 
 
+def raw_value(kind: Any, text: str) -> Any:
+    """Returns the value that `text` stands for in a file: `[1, 10]` for `1,10`.
+
+    Raises ValueError if it is no number where `kind` wants a whole number.
+    """
+    if typing.get_origin(kind) is Collection:
+        (inner,) = typing.get_args(kind)
+        return [raw_value(inner, part) for part in text.split(",")]
+    return int(text) if kind is int else text
+
+
 def by_type(kind: Any) -> Parser:
     kinds = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:

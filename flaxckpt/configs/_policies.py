@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from flaxckpt import _policy_forms, errors
@@ -51,14 +50,8 @@ def parse_option(key: str, text: str) -> PreservationPolicy:
     """
     name, _, rest = text.partition(":")
     form = {form.option: form for form in _policy_forms.FORMS.values()}[name]
-    values: list[Any] = []
-    for field_type, part in zip(form.types, form.split(rest), strict=True):
-        if field_type is int:
-            values.append(int(part))
-        elif field_type == Collection[int]:
-            values.append([int(step) for step in part.split(",")])
-        else:
-            values.append(part)
+    parts = zip(form.types, form.split(rest), strict=True)
+    values = [_parsing.raw_value(field_type, part) for field_type, part in parts]
     return parse(key, dict(zip((form.key, *form.fields[1:]), values, strict=True)))
 
 

@@ -3,15 +3,16 @@
 import logging
 import os
 import shutil
+import types
 from collections import namedtuple
 
 import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import errors
+from flaxckpt import configs, errors
 from flaxckpt.policies import BestN, EveryNSteps, LatestN, OnSteps
-from tests.helpers import run_files
+from tests.helpers import any_policy, run_files
 
 MIB = 2**20
 STATE = {"w": np.ones(MIB // 4, np.float32)}
@@ -50,6 +51,20 @@ def test_preflight_counts_steps_kept_by_policies(tmp_path, keep, kept):
     first_call(tmp_path, keep=keep)
     [found] = [e for e in run_files.read_events(tmp_path) if e.kind == "preflight"]
     assert found.details["saves_kept"] == kept
+
+
+@pytest.mark.parametrize("option", [option for _, option, _ in any_policy.in_guide()])
+def test_preflight_knows_limit_of_each_policy(tmp_path, option):
+    policy = configs.parse_option("keep", option)
+    first_call(tmp_path, keep=[policy])
+    [found] = [e for e in run_files.read_events(tmp_path) if e.kind == "preflight"]
+    saved = [
+        types.SimpleNamespace(step=step, metrics=metrics, created=36.0 * step)
+        for step in range(0, 200_000, 100)
+        for metrics in [{} if step % 3 else {"eval/loss": step}]
+    ]
+    kept, limit = len(policy.preserved(saved)), found.details["saves_kept"]
+    assert kept > 10 if limit is None else kept <= limit
 
 
 def test_first_call_reports_too_little_space_for_kept_steps(tmp_path, free):
