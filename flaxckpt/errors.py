@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "ArgumentError",
@@ -63,6 +63,20 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(printable, super().__str__().split("\n")))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by calling the class, whose arguments may be others than its message: a
+        # pool of processes waits forever for an error that it cannot read.
+        reduced: Any = super().__reduce__()
+        _, args, *state = reduced
+        return (_with_args, (type(self), args), *state)
+
+
+def _with_args(cls: type[CheckpointError], args: tuple[Any, ...]) -> CheckpointError:
+    """Returns an error with the message that another one has made of its facts."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -269,7 +269,7 @@ class Findings:
 
 
 def _sort(findings: Mapping[str, str]) -> Mapping[str, str]:
-    return MappingProxyType(dict(sorted(findings.items())))
+    return dict(sorted(findings.items()))
 
 
 def _file_of(error: OSError) -> str:

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -187,7 +186,7 @@ def replay(
 def _compare_steps(training: _Training, steps: list[int]) -> ReplayReport:
     """Repeats the steps, and compares the checkpoints at `steps` until one differs."""
     same, compared = 0, steps[1:]
-    changed: Mapping[LeafPath, BitDiff] = MappingProxyType({})
+    changed: Mapping[LeafPath, BitDiff] = {}
     trace: dict[int, _StepPrint] = {}
     state = training.restore(steps[0])
     for begin, end in itertools.pairwise(steps):
@@ -342,7 +341,7 @@ class _Training:
             for path in _parameters_first(computed)
         }
         changed = {path: diff for path, diff in differences.items() if diff is not None}
-        return MappingProxyType(changed), len(differences) - len(changed)
+        return changed, len(differences) - len(changed)
 
     def find_unstable(
         self, trace: Mapping[int, _StepPrint], begin: int, end: int

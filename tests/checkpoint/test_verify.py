@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -91,6 +92,7 @@ def test_good_checkpoint_has_no_problems(tmp_path, layout):
     assert report.bytes_checked > 0.5 * sum(f.stat().st_size for f in compared)
     assert f"{tmp_path / '1'} is good" in str(report)
     assert " kB checked in " in str(report)  # not 0.0 MB
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 @pytest.mark.sampled(5)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 
 import grain
 import jax
@@ -95,6 +96,7 @@ def test_replay_finds_flipped_bit_between_checkpoints(tmp_path):
     assert 0 < change.max_abs < 1e-5
     assert "params/Dense_0/kernel: 1 of 512 elements (1 bit)" in str(report)
     assert "between steps 4 and 6" in str(report)
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pickle
 import re
 
 import pytest
@@ -48,6 +49,9 @@ def test_every_example_is_raised(
         raises(*([monkeypatch] if arguments else []))
     assert type(caught.value).__name__ == section
     assert is_printed(message, str(caught.value)), str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))  # as pools of processes do
+    assert (type(again), str(again)) == (type(caught.value), str(caught.value))
+    assert vars(again) == vars(caught.value)
 
 
 def test_other_messages_exist_in_source():
