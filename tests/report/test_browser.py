@@ -87,12 +87,13 @@ class Opened:
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """A function that opens the page of a report."""
+    """A function that opens the page of a report, or a page."""
     shown = []
 
     def opened(report, **given):
+        page = report if isinstance(report, str) else _report.page(report)
         file = tmp_path / "report.html"
-        file.write_text(_report.page(report), encoding="utf-8")
+        file.write_text(page, encoding="utf-8")
         shown.append(Opened(browser, file, **given))
         return shown[-1]
 

@@ -1,22 +1,16 @@
 """Runs that lack something, have too much of it, or are damaged: the page says so."""
 
-import dataclasses
+import json
 import math
 
 import numpy as np
 import pytest
 
 import flaxckpt
-from flaxckpt import _report
-from flaxckpt._inspect.history import SavedStep
-from flaxckpt._report.data import MetricValue
+from tests.helpers.report_runs import page_of
 from tests.report.test_browser import browser, show  # noqa: F401
 
 HOSTILE = "</div></script><script>document.title='run'</script><!--\"'>"
-
-
-def gather(root):
-    return _report.gather(root, _report.ReportOptions())
 
 
 def run_of(root, rows, state=None):
@@ -35,57 +29,52 @@ def damage_journals(root):
     for journal in root.glob("*.jsonl"):
         whole = journal.read_bytes()
         journal.write_bytes(b"\x00\xff{}\n[1]\nnull\n" + whole[: len(whole) // 2])
-    return gather(root)
+    return root
 
 
 def ten_thousand_steps(root):
-    report = gather(run_of(root, {1: {"m": 1.0}, 2: {"m": 0.5}}))
-    steps = range(0, 100_000, 10)
-    values = tuple(MetricValue(n, math.sin(n / 999), True) for n in steps)
-    history = tuple(SavedStep(n, deleted=1.0, reason=f"why {n % 7}") for n in steps)
-    saves = tuple(dataclasses.replace(report.saves[0], step=n) for n in steps)
-    return dataclasses.replace(
-        report, metrics={"m": values}, history=history, saves=saves
-    )
+    """A run whose journal has the saves and deletions of many steps."""
+    run_of(root, {100_001: {"m": 1.0}, 100_002: {"m": 0.5}})
+    rows = []
+    for step in range(0, 100_000, 10):
+        row = {"step": step, "path": str(root / f"{step}"), "time": 1e9 + step}
+        saved = {"metrics": {"m": math.sin(step / 999)}, "total_secs": 1.0}
+        rows.append({**row, "kind": "committed", "details": saved})
+        deleted = {"reason": f"why {step % 7}"}
+        rows.append({**row, "kind": "deleted", "details": deleted})
+    journal = root / "events.jsonl"
+    whole = "".join(f"{json.dumps(row)}\n" for row in rows)
+    journal.write_text(whole + journal.read_text())
+    return root
 
 
 ODD = {
-    "no steps": (lambda root: gather(run_of(root, {})), "No steps yet."),
+    "no steps": (lambda root: run_of(root, {}), "No steps yet."),
     "one step": (
-        lambda root: gather(run_of(root, {5: {"m": 1.0}})),
+        lambda root: run_of(root, {5: {"m": 1.0}}),
         "Healthy, last 1 at step 5 (m).",
     ),
     "no metrics": (
-        lambda root: gather(run_of(root, {1: {}, 2: {}})),
+        lambda root: run_of(root, {1: {}, 2: {}}),
         "No metrics are stored with the steps.",
     ),
     "only NaN": (
-        lambda root: gather(
-            run_of(
-                root,
-                {1: {"m": math.nan}, 2: {"m": math.nan}},
-                {"w": np.full(3, math.nan)},
-            )
+        lambda root: run_of(
+            root, {1: {"m": math.nan}, 2: {"m": math.nan}}, {"w": np.full(3, math.nan)}
         ),
         "Diverged at 1: NaN since; no step has a finite value.",
     ),
     "damaged journals": (damage_journals, "2 existing steps"),
     "ten thousand steps": (ten_thousand_steps, "10,000 deleted"),
     "long names": (
-        lambda root: gather(
-            run_of(
-                root,
-                {1: {"m" * 500: 1.0}, 2: {"m" * 500: 2.0}},
-                {"w" * 200: np.ones(3)},
-            )
+        lambda root: run_of(
+            root, {1: {"m" * 500: 1.0}, 2: {"m" * 500: 2.0}}, {"w" * 200: np.ones(3)}
         ),
         "m" * 500,
     ),
     "hostile names": (
-        lambda root: gather(
-            run_of(
-                root, {1: {HOSTILE: 1.0}, 2: {HOSTILE: 0.5}}, {HOSTILE: np.ones((2, 2))}
-            )
+        lambda root: run_of(
+            root, {1: {HOSTILE: 1.0}, 2: {HOSTILE: 0.5}}, {HOSTILE: np.ones((2, 2))}
         ),
         HOSTILE,
     ),
@@ -95,7 +84,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_page_describes_unusual_run_without_errors(show, tmp_path, name):  # noqa: F811
     make, said = ODD[name]
-    opened = show(make(tmp_path / "run"), width=390)
+    opened = show(page_of(make(tmp_path / "run")), width=390)
     page = opened.page
     assert said in page.inner_text("body")
     for section in page.query_selector_all("section > details:not([open]) > summary"):
@@ -117,13 +106,14 @@ def test_page_describes_unusual_run_without_errors(show, tmp_path, name):  # noq
 @pytest.mark.parametrize("name", ODD)
 def test_unusual_run_renders_tables_without_script(browser, tmp_path, name):  # noqa: F811
     make, _ = ODD[name]
-    report = make(tmp_path / "run")
+    made = page_of(make(tmp_path / "run"))
     file = tmp_path / "report.html"
-    file.write_text(_report.page(report), encoding="utf-8")
+    file.write_text(made, encoding="utf-8")
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(file.as_uri())
-    assert page.locator("#steps tbody tr").count() == min(200, len(report.history))
+    count = {"no steps": 0, "one step": 1, "ten thousand steps": 200}.get(name, 2)
+    assert page.locator("#steps tbody tr").count() == count
     assert page.locator(".verdict").is_visible()
     assert page.locator(".control:visible, .drawn:visible").count() == 0
     context.close()
