@@ -109,6 +109,7 @@ SEAMS = {
     "locks.look_secs": "_storage.locks:_LOOK_SECS",
     "locks.machine": "_storage.locks:_machine",
     "locks.seen": "_storage.locks:_seen",
+    "locks.started": "_storage.locks:_started",
     "locks.time": "_storage.locks:time",
     "locks.until": "_storage.locks:_until",
     "markers.write": "_steps.markers:_write",

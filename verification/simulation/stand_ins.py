@@ -10,8 +10,10 @@ AttributeError.
 """
 
 import contextlib
+import importlib
 import inspect
 import os
+import pkgutil
 import secrets
 import socket
 import sys
@@ -21,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from flaxckpt import _doors
-from flaxckpt._storage import locks
+from tests.helpers import seams
 from verification.simulation import kernel, process_state
 
 
@@ -326,9 +327,17 @@ _MODULES: dict[ModuleType, dict[str, Any]] = {
 }
 
 _PATCHES: dict[tuple[ModuleType, str], Any] = {
-    (locks, "_started"): _started,
-    (locks, "_machine"): _gethostname,
+    seams.find("locks.started"): _started,
+    seams.find("locks.machine"): _gethostname,
 }
+
+
+def _import_all() -> None:
+    """Imports all modules of the packages of flaxckpt that are in use."""
+    for name in [name for name in sys.modules if name.startswith("flaxckpt._")]:
+        path = vars(sys.modules[name]).get("__path__", ())
+        for found in pkgutil.walk_packages(path, f"{name}."):
+            importlib.import_module(found.name)
 
 
 @contextlib.contextmanager
@@ -346,7 +355,7 @@ def installed(
         TypeError: A function does not take the arguments of the one that it replaces.
     """
     process_state.remember()
-    _doors.open_all()
+    _import_all()
     stand_ins = _stand_ins(modules or {})
     process_state.stand_ins = stand_ins
     replaced: list[tuple[Callable[[Any], None], Any]] = []
