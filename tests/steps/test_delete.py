@@ -9,97 +9,81 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._steps import delete, markers, names
-from flaxckpt._storage import commit_marker, locks
-from flaxckpt._storage import paths as storage_paths
+from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
 from tests.helpers import seams
 
-PLAIN = names.StepFormat()
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
 REPLACING = "file.0123abcd.tmp"
+LOCK = ".orbax-checkpoint-tmp-writing"
+STATE = {"state": {"w": np.arange(4.0)}, "opt": {"m": np.ones(3)}}
+
+
+def open_run(root, **options):
+    return flaxckpt.Checkpointer(root, items=("state", "opt"), **options)
 
 
 @pytest.fixture(params=["disk", "store"])
 def root(request, tmp_path):
-    """A run directory with steps 1 and 2."""
-    root = faulty.new_path("delete") if request.param == "store" else tmp_path
-    for step in ("1", "2"):
-        for name in ("state/w", "opt/m", commit_marker.MARKER):
-            if request.param == "disk":
-                (root / step / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / step / name).write_bytes(b"{}")
+    """A run directory with steps 1 and 2, of two items."""
+    root = faulty.new_path("delete") if request.param == "store" else tmp_path / "run"
+    with open_run(root) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, STATE)
     return root
 
 
-def none(path):
-    """Finds no files of others."""
-    return []
-
-
 def entries(path):
-    return sorted(entry.name for entry in path.iterdir())
+    return {entry.name for entry in path.iterdir()}
+
+
+def steps_of(root):
+    return {name for name in entries(root) if name.isdigit()}
 
 
 def test_delete_removes_all_files_of_step(root, caplog):
     caplog.set_level(logging.INFO, "flaxckpt")
-    delete.delete(root / "1", find_foreign=none)
-    assert entries(root) == ["2"]
+    open_run(root).delete(1)
+    assert steps_of(root) == {"2"}
     assert f"deleted {root / '1'}" in caplog.text
 
 
-def test_deletes_pinned_step_only_on_demand(root):
-    markers.pin(root / "1")
-    with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it is pinned"):
-        delete.delete(root / "1", find_foreign=none)
-    assert entries(root / "1") == ["PINNED", commit_marker.MARKER, "opt", "state"]
-    delete.delete(root / "1", find_foreign=none, even_pinned=True)
-    assert entries(root) == ["2"]
+def test_deletes_step_pinned_meanwhile_only_on_demand(root, monkeypatch, caplog):
+    real = seams.current("delete.delete")
+
+    def delete(path, **options):
+        open_run(root).pin(1)
+        real(path, **options)
+
+    caplog.set_level(logging.INFO, "flaxckpt")
+    with monkeypatch.context() as patch:
+        seams.replace(patch, "delete.delete", delete)
+        open_run(root, keep=[LatestN(1)]).prune()
+    assert "1 is not deleted: it is pinned" in caplog.text
+    assert steps_of(root) == {"1", "2"}
+    open_run(root).delete(1)
+    assert steps_of(root) == {"2"}
 
 
 def test_delete_item_removes_and_marks_item(root):
-    delete.delete_item(root / "1", "opt", find_foreign=none)
-    assert entries(root / "1") == ["ITEM_DELETED.opt", commit_marker.MARKER, "state"]
-    assert entries(root) == ["1", "2"]
+    before = entries(root / "1")
+    open_run(root).delete(1, item="opt")
+    assert entries(root / "1") == (before - {"opt"}) | {"ITEM_DELETED.opt"}
+    assert steps_of(root) == {"1", "2"}
 
 
 def test_does_not_delete_foreign_files(root):
-    def foreign(path):
-        return ["notes.txt", "opt/mine"]
-
+    for name in ("notes.txt", "opt/mine"):
+        (root / "1" / name).write_bytes(b"mine")
+    ckpt = open_run(root)
     with pytest.raises(errors.SaveFailedError, match=r"(?s)1 is not.*notes.*opt/mine"):
-        delete.delete(root / "1", find_foreign=foreign)
+        ckpt.delete(1)
     with pytest.raises(errors.SaveFailedError, match="opt/mine") as info:
-        delete.delete_item(root / "1", "opt", find_foreign=foreign)
+        ckpt.delete(1, item="opt")
     assert "notes" not in str(info.value), "it stays"
-    assert {"opt", "state"} <= {*entries(root / "1")}
-    delete.delete_item(root / "1", "state", find_foreign=foreign)
+    assert {"opt", "state"} <= entries(root / "1")
+    ckpt.delete(1, item="state")
     assert "state" not in entries(root / "1")
-
-
-def test_delete_rejects_replaced_step(root):
-    asked = []
-
-    def is_unchanged(path):
-        asked.append(path.name)
-        return False
-
-    before = entries(root / "1")
-    with pytest.raises(errors.SaveFailedError, match="1 is not deleted: it was just"):
-        delete.delete(
-            root / "1", find_foreign=none, even_pinned=True, is_unchanged=is_unchanged
-        )
-    with pytest.raises(errors.SaveFailedError, match=r"opt of .*1 is not deleted: the"):
-        delete.delete_item(
-            root / "1", "opt", find_foreign=none, is_unchanged=is_unchanged
-        )
-    assert asked == ["1", "1"]
-    assert entries(root / "1") == before
-    delete.delete_item(
-        root / "1", "opt", find_foreign=none, is_unchanged=lambda path: path.exists()
-    )
-    delete.delete(root / "1", find_foreign=none, is_unchanged=lambda path: True)
-    assert entries(root) == ["2"]
 
 
 def leave(root, name):
@@ -112,90 +96,82 @@ def touch_old(file):
     os.utime(file, (time.time() - 1000,) * 2)
 
 
-def test_sweep_removes_only_leftovers_of_steps(tmp_path):
-    leave(tmp_path, LEFT)
-    leave(tmp_path, "x" + LEFT)
-    delete.sweep(tmp_path, PLAIN)
-    assert entries(tmp_path) == ["x" + LEFT]
-
-
-def test_tidy_removes_leftovers_of_crashes_from_run(tmp_path):
-    leave(tmp_path, LEFT)
-    leave(tmp_path, "1")
-    leave(tmp_path, "plots_1")
-    for directory in (
-        ".",
-        "metadata",
-        "1",
-        "1/metadata",
-        "plots_1",
-        "other",
-        "1/state",
-    ):
-        (tmp_path / directory).mkdir(exist_ok=True)
-        touch_old(tmp_path / directory / REPLACING)
-    (tmp_path / "linked").mkdir()
-    touch_old(tmp_path / "linked" / REPLACING)
-    (tmp_path / "link").symlink_to(tmp_path / "linked")
-    delete.tidy(tmp_path, PLAIN, ["metadata", "link"])
-    left = {
-        str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob(REPLACING)
-    }
+@pytest.mark.parametrize("root", ["disk"], indirect=True)
+def test_run_removes_leftovers_of_crashes(root):
+    for name in (LEFT, f"x{LEFT}", "plots_1"):
+        leave(root, name)
+    for name in (".", "metadata", "1", "1/metadata", "plots_1", "other", "1/state"):
+        (root / name).mkdir(exist_ok=True)
+        touch_old(root / name / REPLACING)
+    (root / "linked").mkdir()
+    touch_old(root / "linked" / REPLACING)
+    (root / "2" / "metadata").symlink_to(root / "linked")
+    open_run(root).close()
+    left = {str(path.parent.relative_to(root)) for path in root.rglob(REPLACING)}
     assert left == {".", "plots_1", "other", "1/state", "linked"}
-    assert not (tmp_path / LEFT).exists()
+    assert LEFT not in entries(root)
+    assert f"x{LEFT}" in entries(root)
 
 
-def test_tidy_removes_old_staging_owner_files(root):
-    owner = names.STAGING_OWNER
+def test_run_removes_old_staging_owner_files(root):
+    owner = "STAGING_OF"
     kept = [f"{owner}.0123abcd.temp", "notes.0123abcd.tmp", f"{owner}.recent.tmp"]
     old = root / f"{owner}.0123abcd.tmp"
-    is_store = storage_paths.is_remote(root)
+    is_store = hasattr(root, "store")
     for path in (old, *(root / name for name in kept)):
         path.write_bytes(b"x")
         if not is_store and "recent" not in path.name:
             os.utime(path, (time.time() - 1000,) * 2)
-    delete.tidy(root, PLAIN, ())
-    assert old.exists(), "beside items only"
-    delete.tidy(root, PLAIN, ("state",))
+    open_run(root).close()
     assert old.exists() == is_store
     assert all((root / name).exists() for name in kept)
 
 
 @pytest.mark.parametrize("root", ["store"], indirect=True)
-def test_tidy_removes_leftovers_from_run_in_store(root):
+def test_removes_leftovers_from_run_in_store(root, monkeypatch):
+    left = []
+
+    def read_lock(*args):
+        left.append(root.store.read((root / "7").key + LOCK).value)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        seams.replace(patch, "commit_marker.commit", read_lock)
+        with pytest.raises(KeyboardInterrupt):
+            flaxckpt.save(root / "7", STATE)
     (root / "7/state/w").write_bytes(b"1")
-    holder = locks._self()._replace(id="gone")
-    root.store.write((root / "7").key + locks.LOCK, holder.content())
+    root.store.write((root / "7").key + LOCK, left[0])
     for name in ("1", "metadata", "1/metadata"):
         (root / name / "DELETING").write_bytes(b'{"time": 1}')
-    delete.tidy(root, PLAIN, ["metadata"])
-    assert entries(root) == ["1", "2", "metadata"]
+    open_run(root).close()
+    assert steps_of(root) == {"1", "2"}
     assert "DELETING" not in entries(root / "1")
     assert "DELETING" in entries(root / "metadata"), "no replaced files in stores"
 
 
-def test_tidy_logs_errors_of_sweep(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("root", ["disk"], indirect=True)
+def test_run_logs_errors_of_sweep(root, monkeypatch, caplog):
     def fail(root, step_format):
         raise OSError("on fire")
 
     seams.replace(monkeypatch, "delete.sweep", fail)
-    delete.tidy(tmp_path, PLAIN, [])
-    assert f"could not remove what a crash left in {tmp_path}: on fire" in caplog.text
+    open_run(root).close()
+    assert f"could not remove what a crash left in {root}: on fire" in caplog.text
 
 
-def test_upload_mark_during_deletion_keeps_step(tmp_path, monkeypatch):
-    step = tmp_path / "1"
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
-        ckpt.save(1, {"w": np.arange(4.0)}).wait()
+@pytest.mark.parametrize("root", ["disk"], indirect=True)
+def test_upload_mark_during_deletion_keeps_step(root, monkeypatch, caplog):
     real = seams.current("rename.withdraw")
 
     def withdraw(final, aside):
-        markers.mark_for_upload(final)
+        (final / "NOT_UPLOADED").write_bytes(b"{}")
         real(final, aside)
 
-    seams.replace(monkeypatch, "rename.withdraw", withdraw)
-    with pytest.raises(errors.SaveFailedError, match="not uploaded"):
-        delete.delete(step, find_foreign=none)
-    assert markers.is_marked_for_upload(step)
-    delete.delete(step, find_foreign=none, even_pinned=True)
-    assert not step.exists()
+    caplog.set_level(logging.INFO, "flaxckpt")
+    with monkeypatch.context() as patch:
+        seams.replace(patch, "rename.withdraw", withdraw)
+        open_run(root, keep=[LatestN(1)]).prune()
+    assert "not uploaded" in caplog.text
+    assert (root / "1/NOT_UPLOADED").exists()
+    open_run(root).delete(1)
+    assert steps_of(root) == {"2"}

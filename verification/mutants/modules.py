@@ -13,7 +13,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "_storage/leases.py": ("storage/test_leases.py", "run/test_watch.py"),
     "_storage/commit_marker.py": ("storage/test_new_checkpoint.py",),
     "_steps/markers.py": ("steps/test_markers.py",),
-    "_steps/delete.py": ("steps/test_delete.py",),
+    "_steps/delete.py": ("steps/test_delete.py", "run/test_deletions.py"),
     "_run/judge.py": ("run/test_deletions.py", "run/test_retention.py"),
     "_run/retention.py": ("run/test_deletions.py", "run/test_retention.py"),
     "policies.py": ("test_policies.py",),
