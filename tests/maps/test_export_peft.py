@@ -19,6 +19,7 @@ pytest.importorskip(
     reason="this release of transformers has no Flax classes",
 )
 from tests.maps import decoders  # noqa: E402
+from tests.maps.test_peft import llama  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -100,22 +101,6 @@ def test_peft_logits_match_tunix(tmp_path, id, is_lora_only):
 # ---- other layouts ------------------------------------------------------------------
 
 
-def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=24,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=6,
-        vocab_size=131,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
-
-
 def linen_adapters(name_a, name_b, ranks=(3, 3, 3)):
     """Adapters beside the kernels of the Flax classes of transformers."""
     return {
@@ -134,7 +119,7 @@ def linen_adapters(name_a, name_b, ranks=(3, 3, 3)):
 
 
 def test_custom_rows_match_logits_of_merged_model(tmp_path):
-    model = llama()
+    model = llama().eval()
     model.save_pretrained(tmp_path / "base")
     own = [
         remap(
@@ -187,7 +172,7 @@ def test_custom_rows_match_logits_of_merged_model(tmp_path):
         transforms=[merge_lora(alpha=5), *flaxckpt.transforms.inverse(own)],
     )
     merged = flaxckpt.load(tmp_path / "merged")
-    plain = llama()
+    plain = llama().eval()
     tensors = {
         jax.tree_util.keystr(path, simple=True, separator="."): torch.tensor(
             np.asarray(leaf)
@@ -199,17 +184,17 @@ def test_custom_rows_match_logits_of_merged_model(tmp_path):
     np.testing.assert_allclose(
         logits_of(opened), logits_of(plain.eval()), rtol=1e-5, atol=1e-5
     )
-    assert np.abs(logits_of(opened) - logits_of(llama())).max() > 1e-3
+    assert np.abs(logits_of(opened) - logits_of(llama().eval())).max() > 1e-3
 
 
 def test_nnx_adapters_have_factor_1(tmp_path):
     state = linen_adapters("lora_a", "lora_b", ranks=(3, 2, 3))
     flaxckpt.save(tmp_path / "run", {"params": state})
-    model = llama()
+    model = llama().eval()
     flaxckpt.export_peft(tmp_path / "run", tmp_path / "adapter", config=model.config)
     opened = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     merged = opened.merge_and_unload().state_dict()
-    before = llama().state_dict()
+    before = llama().eval().state_dict()
     for i in range(3):
         for part, name in (("self_attn", "q_proj"), ("mlp", "down_proj")):
             leaves = state["model"]["layers"][str(i)][part][name]

@@ -1,13 +1,11 @@
 """The page of a report in a real browser.
 
-Skipped where there is no Chromium. FLAXCKPT_CHROMIUM names one; pictures of the pages
-go to FLAXCKPT_ARTIFACTS, if that is set.
+Pictures of the pages go to FLAXCKPT_ARTIFACTS, if that is set.
 """
 
 import dataclasses
 import math
 import os
-import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,38 +15,14 @@ import pytest
 import flaxckpt
 from flaxckpt import _report
 from flaxckpt._inspect.history import SavedStep
+from tests.helpers.browsers import browser, sync_api
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import KEEP, LASTS, LOSSES, charts_of, make_run
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
+__all__ = ["browser", "sync_api"]
 
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update"),
-    "--disable-sync",
-]
 WIDTHS = (360, 1280)
 WIDEST = 1920
-
-
-def chromium():
-    """Returns the path of a browser, or None."""
-    named = os.environ.get("FLAXCKPT_CHROMIUM")
-    names = (named,) if named else ("chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = chromium()
-    if path is None:
-        pytest.skip("no Chromium: install one, or name it in FLAXCKPT_CHROMIUM")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=path, headless=True, args=ARGUMENTS
-        )
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

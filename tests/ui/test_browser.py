@@ -16,22 +16,19 @@ import pytest
 import flaxckpt
 from flaxckpt.policies import EveryNSteps
 from tests.helpers import chunks, slow
+from tests.helpers.browsers import browser, sync_api
 from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.printed import pages_of_table
 from tests.helpers.report_runs import make_run
 from tests.helpers.ui_server import serving
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing")
 pytest.importorskip("starlette", reason="starlette is missing")
 pytest.importorskip("uvicorn", reason="uvicorn is missing")
 
 pytest.importorskip("flaxckpt._report.ui.app")
 
-ARGUMENTS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update"),
-    "--disable-sync",
-]
+__all__ = ["browser"]
+
 PATIENCE_MS = 120_000
 """How long to wait for what comes in the end: only a fault takes so long."""
 
@@ -40,21 +37,6 @@ sync_api.expect.set_options(timeout=PATIENCE_MS)
 
 BAD = "<script>document.title='run'</script>\"'>"
 WORSE = "<img src=x onerror=\"document.title='run'\">"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    named = os.environ.get("FLAXCKPT_CHROMIUM")
-    names = (named,) if named else ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("no Chromium: install one, or name it in FLAXCKPT_CHROMIUM")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=path, headless=True, args=ARGUMENTS
-        )
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
