@@ -220,7 +220,7 @@ class Restores:
         reasons: dict[int, str] = {}
         for number, missing in lost:
             if step in (None, number) and number > newest:
-                why = "the list of its parts, PARTS, is damaged at all processes"
+                why = "its parts are unknown: PARTS or flaxckpt.json is damaged"
                 if missing:
                     why = f"the parts of {parts.names_of(missing)} are at no process"
                 reasons[number] = why

@@ -210,12 +210,16 @@ def test_marks_unrecoverable_damage_on_all_processes(tmp_path):
         "flaxckpt.json",
         pytest.param("state/_METADATA", marks=pytest.mark.slow),
         pytest.param("state/manifest.ocdbt", marks=pytest.mark.slow),
+        pytest.param("commit_success.txt", marks=pytest.mark.slow),
     ],
 )
 def test_repairs_metadata_from_another_process(parts, name):
     file = parts / "local-1/2" / name
     whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
+    if name == "commit_success.txt":
+        file.unlink()
+    else:
+        file.write_bytes(whole[: len(whole) // 2])
     said = run(parts, ["restore"])
     assert all(each["restore"] == 2 for each in said)
     assert file.read_bytes() == whole
@@ -232,13 +236,19 @@ def test_a_damaged_list_of_parts_is_mended_and_no_part_is_missing(parts):
 
 
 @pytest.mark.slow
-def test_a_list_of_parts_that_is_damaged_everywhere_loses_the_step(parts):
+@pytest.mark.parametrize("names", [["PARTS"], ["flaxckpt.json", "PARTS"]])
+def test_a_list_of_parts_that_is_damaged_everywhere_loses_the_step(parts, names):
+    """The next save replaces it."""
+    damaged, *gone = names
     for index in range(2):
-        (parts / f"local-{index}/2/PARTS").write_bytes(b"{}")
-    said = run(parts, ["failing_restore"])
-    for name, text in (each["failing_restore"] for each in said):
-        assert name == "DamagedCheckpointError"
-        assert "PARTS" in text
+        (parts / f"local-{index}/2" / damaged).write_bytes(b"{}")
+        for name in gone:
+            (parts / f"local-{index}/2" / name).unlink()
+    said = run(parts, ["failing_restore"], ["save", 2], ["restore"])
+    for kind, text in (each["failing_restore"] for each in said):
+        assert kind == "DamagedCheckpointError"
+        assert "its parts are unknown: PARTS or flaxckpt.json is damaged" in text
+    assert all(each["restore"] == 2 for each in said)
 
 
 def test_step_without_deleted_item_is_whole(tmp_path):

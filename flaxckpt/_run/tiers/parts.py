@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _formats, _steps, _storage, errors
-from flaxckpt._steps.markers import StepParts
+from flaxckpt._steps.markers import PARTS, StepParts
 
 MARKER, MANIFEST = _storage.transaction.MARKER, _formats.orbax_json.MANIFEST
 
@@ -25,7 +25,8 @@ class Held(NamedTuple):
 
     Attributes:
         save: The identity of the save: parts of other saves do not fit.
-        total: Number of parts of the step; 0 if the marker of parts is damaged.
+        total: Number of parts of the step; 0 if they are unknown, as `PARTS` or the
+            manifest is damaged.
         parts: The parts whose files are all there.
         created: Nanoseconds since 1970 at the call of the save.
         is_settled: Whether the step was in the run directory before its last change.
@@ -39,17 +40,27 @@ class Held(NamedTuple):
 
 
 def identify(path: Path) -> str | None:
-    """Returns the identity of the save of a step; None if unknown."""
-    file = path / MARKER
+    """Returns the identity of the save of a step; None if unknown.
+
+    It is the digest of the commit marker, which follows from the manifest: a step in
+    parts that has lost its marker belongs to its save still.
+    """
+    store, most = _storage.of(path), _formats.orbax_json.MAX_BYTES
     try:
-        content = _storage.of(file).read(file, max_bytes=_formats.orbax_json.MAX_BYTES)
+        try:
+            marker = store.read(path / MARKER, max_bytes=most)
+        except FileNotFoundError:
+            if store.costs_requests or not (path / PARTS).exists():
+                return None
+            manifest = store.read(path / MANIFEST, max_bytes=most)
+            marker = _formats.native_contents.commit_marker(manifest)
     except (OSError, ValueError):
         return None
-    return _storage.files.digest(content)
+    return _storage.files.digest(marker)
 
 
 def find_held(path: Path) -> Held | None:
-    """Returns what is here of a step; None if unreadable, or another program's."""
+    """Returns what is here of a step; None if unreadable, older, or not ours."""
     if (save := identify(path)) is None:
         return None
     try:
@@ -59,8 +70,19 @@ def find_held(path: Path) -> Held | None:
     except errors.DamagedCheckpointError:
         return Held(save, 0, ())
     except (OSError, ValueError):
-        return None
+        return Held(save, 0, ()) if _is_manifest_lost(path) else None
     return Held(save, len(parts.files), tuple(here), _find_time(path), is_settled)
+
+
+def _is_manifest_lost(path: Path) -> bool:
+    """Returns True if the manifest is not the one that our commit marker stands for."""
+    try:
+        digest = json.loads((path / MARKER).read_bytes())[MANIFEST]
+        return bool(_storage.files.digest((path / MANIFEST).read_bytes()) != digest)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return True
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False  # at present, or of another program
 
 
 def _find_time(path: Path) -> int:
@@ -132,7 +154,7 @@ class Lost(NamedTuple):
     Attributes:
         step: Its number.
         parts: The parts that no process has; empty if the parts are unknown, as their
-            list is damaged at all processes.
+            lists are damaged at all processes.
     """
 
     step: int

@@ -25,6 +25,8 @@ _commit_marker = _formats.native_contents.commit_marker
 _THREADS = 4
 """Files synced at a time."""
 
+_NOT_MENDED = _formats.items.UNDIGESTED - {parts.MANIFEST, parts.MARKER}
+
 _MARKERS = (
     _steps.markers.PIN,
     _steps.markers.TEMPORARY,
@@ -109,7 +111,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
             faults.append(f"process {process}: {errors.one_line(error)}")
             continue
         if is_same:
-            _mend(path, files)
+            _mend(path, {**files, parts.MARKER: marker})
             return
         try:
             _write_metadata(path, {**files, parts.MARKER: marker}, mode)
@@ -170,7 +172,7 @@ def _digests(
 def _mend(path: Path, files: Mapping[str, bytes]) -> None:
     """Replaces metadata that differs from `files`; markers stay."""
     for name, content in files.items():
-        if name in _MARKERS or name in _formats.items.UNDIGESTED - {parts.MANIFEST}:
+        if name in _MARKERS or name in _NOT_MENDED:
             continue
         try:
             if name == PARTS:
