@@ -24,9 +24,12 @@ class StableNames:
     """
 
     def __init__(self, model: Any) -> None:
-        self._bases = {"seed_generator", _snake_case(type(model.optimizer))}
-        self._bases |= {_snake_case(type(layer)) for layer in _layers(model)}
-        self._bases |= {_snake_case(type(metric)) for metric in model.metrics}
+        named = [*_optimizers(model.optimizer), *_layers(model), *model.metrics]
+        self._bases = {"seed_generator", *(_snake_case(type(each)) for each in named)}
+        for layer in named:
+            if hasattr(layer, "backward_layer"):  # a keras.layers.Bidirectional
+                base = _snake_case(type(layer.forward_layer))
+                self._bases |= {f"forward_{base}", f"backward_{base}"}
         tree = model.get_state_tree()
         paths = [path for path, _ in _flatten(tree)]
         numbers: dict[str, set[int]] = {}
@@ -73,6 +76,13 @@ def _snake_case(cls: type) -> str:
     """Returns the name that Keras gives to the first object of a class."""
     name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", cls.__name__)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer, and those that it wraps, such as one that scales losses."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def _layers(model: Any) -> Iterator[Any]:
