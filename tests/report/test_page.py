@@ -1,9 +1,11 @@
 """The numbers of a report equal numbers of the run from other sources."""
 
+import ast
 import dataclasses
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -805,6 +807,17 @@ def test_names_from_checkpoint_are_never_markup(tmp_path):
     assert "\u202e" not in page
 
 
+@pytest.mark.parametrize("name", ["run", "\U0001f680", "it's", 'a"b', "a\\b"])
+def test_code_to_copy_names_any_path(run, name):
+    path = f"/runs/{name}"
+    page = _report.page(dataclasses.replace(gather(run), path=path))
+    copied = [each["data-copy"] for each in Elements(page).with_data("data-copy")]
+    code = ast.parse(copied[0].replace("{step}", "1"))
+    texts = [each.value for each in ast.walk(code) if isinstance(each, ast.Constant)]
+    assert path in texts
+    assert path in shlex.split(copied[2])
+
+
 @pytest.mark.slow
 def test_page_of_many_steps_and_leaves_stays_small(run):
     small = gather(run, keep=KEEP)
@@ -819,7 +832,7 @@ def test_page_of_many_steps_and_leaves_stays_small(run):
         history=tuple(
             dataclasses.replace(small.history[n % 8], step=n) for n in range(3000)
         ),
-        saves=tuple(saves[n % 8]._replace(step=n) for n in range(3000)),
+        saves=tuple(dataclasses.replace(saves[n % 8], step=n) for n in range(3000)),
         metrics={
             f"metric_{n}": tuple(
                 measured[m % 6]._replace(step=m, mode=None) for m in range(3000)
