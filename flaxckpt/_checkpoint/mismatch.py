@@ -1,22 +1,13 @@
-"""Comparison of stored with wanted leaves, and advice on mismatches."""
+"""Comparison of stored with wanted leaves."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import itertools
-import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
 
 import jax
 
-from flaxckpt import _state, errors
-from flaxckpt._checkpoint.plan import RestorePlan
-from flaxckpt._formats.reader import Stored
+from flaxckpt import _state
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
-from flaxckpt._transforms import mirrors
-from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
 
 RESUME_ADVICE = (
@@ -26,33 +17,13 @@ RESUME_ADVICE = (
 )
 """What to do about leaves that a resumed run would lose."""
 
-ADVICE_ON_TYPES = (
-    "Begin the run with a state of the types that it saves, those after a step:"
-    " jax.eval_shape(step, state) shows them, and restore_or_init takes it as the state"
-    " where the run has a step. To change the state, begin another run from this one"
-    " with source= and source_transforms=."
-)
-
 _NEAREST_AMONG = 5_000
 _X64 = "jax_enable_x64"
 
-_ADVICE_ON_WIDTH = (
-    f"Set {_X64}, as when these values were saved, or use numpy arrays for these leaves"
-    " of the state."
-)
 _ADVICE_ON_SHARDING = (
     "Give the state shardings whose mesh axes divide the shapes; PartitionSpec() copies"
     " a leaf to each device."
 )
-_ADVICE_ON_TRANSFORMS = (
-    "The run saves with {made}, which may remove or change leaves: leave out what does."
-    " To continue from this step, pass checkpointer.restore transforms=[...] that undo"
-    ' it, or missing="init" for the state\'s own values. Otherwise, the types differ.'
-)
-_TOPS_SHOWN = 6
-
-_DROPS = 3
-"""The most patterns of leaves to begin anew that advice names."""
 
 
 def describe_missing(
@@ -106,7 +77,7 @@ def find_excess_width(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | No
     """
     if wanted.python_type != "jax.Array" or wanted.dtype not in _state.dtypes.WIDE:
         return None
-    widest = _widest_dtype(wanted)
+    widest = widest_dtype(wanted)
     if widest == wanted.dtype:
         return None
     text = f"{wanted}, but jax without {_X64} has at most {widest}"
@@ -123,7 +94,7 @@ def find_unreadable(wanted: LeafInfo, found: Leaf) -> Mismatch | None:
     return Mismatch(wanted.path, str(wanted), text, "unsupported", advice)
 
 
-def _widest_dtype(wanted: LeafInfo) -> str:
+def widest_dtype(wanted: LeafInfo) -> str:
     """Returns jax's type for the wanted type, as configured by `jax_enable_x64`."""
     return _state.numpy_dtypes.name(jax.dtypes.canonicalize_dtype(wanted.dtype))
 
@@ -179,428 +150,9 @@ def _advise_on_x64(wanted: LeafInfo, found: LeafInfo) -> str:
     are_arrays = wanted.python_type == found.python_type == "jax.Array"
     if not are_arrays or wanted.shape != found.shape:
         return ""
-    if found.dtype not in _state.dtypes.WIDE or _widest_dtype(found) != wanted.dtype:
+    if found.dtype not in _state.dtypes.WIDE or widest_dtype(found) != wanted.dtype:
         return ""
     return (
         f"Set {_X64}, as when these values were saved; load, and a new run, may narrow"
         " them by the transform cast(pattern, dtype, lossy=True)."
     )
-
-
-# ---- advice ------------------------------------------------------------------------
-
-
-class Moved(NamedTuple):
-    """Leaves stored in another container than the wanted one; empty for the root."""
-
-    wanted: LeafPath
-    found: LeafPath
-    names: Sequence[LeafPath]
-
-    def __str__(self) -> str:
-        where = f"below {self.found}/" if self.found else "at its root"
-        them = f"{len(self.names)} leaves"
-        if self.wanted:
-            them += f" below {self.wanted}/"
-        return f"{them}: the checkpoint has them {where}"
-
-    def rename(self, table: LeafTable) -> tuple[str, str] | None:
-        """Returns the arguments of the `rename` of the leaves, unless too long."""
-        pattern = f"{re.escape(self.found)}/(.*)"
-        if not self.found:
-            moved = {name.split("/")[0] for name in self.names}
-            tops = dict.fromkeys(path.split("/")[0] for path in table)
-            others = [re.escape(top) for top in tops if top not in moved]
-            some = [re.escape(top) for top in tops if top in moved]
-            if min(len(others), len(some)) > _TOPS_SHOWN:
-                return None
-            if not others:
-                pattern = "(.*)"
-            elif len(some) <= len(others):
-                pattern = f"((?:{'|'.join(some)})(?:/.*)?)"
-            else:
-                pattern = f"((?!(?:{'|'.join(others)})(?:/|$)).*)"
-        escaped = self.wanted.replace("\\", r"\\")
-        replacement = rf"{escaped}/\1" if self.wanted else r"\1"
-        return pattern, replacement
-
-
-def make_error(
-    planned: RestorePlan,
-    stored: Stored,
-    *,
-    has_transforms: bool,
-    has_state: bool,
-    is_source: bool,
-    is_resume: bool,
-) -> errors.RestoreMismatchError:
-    """Returns the error of a plan with problems: its rows and advice.
-
-    `has_transforms` and `has_state` say what the caller passed; a new run begins from a
-    source, and a run continues at a resume.
-    """
-    argument = "source_transforms" if is_source or is_resume else "transforms"
-    groups = [] if has_transforms else _find_moved(planned, stored.table)
-    kinds = {problem.kind for problem in planned.problems if not problem.advice}
-    if is_resume and "too_wide" in kinds:
-        advice = _ADVICE_ON_WIDTH
-    elif is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
-        made = ", ".join(stored.metadata.transforms)
-        own = [_ADVICE_ON_TRANSFORMS.format(made=made[:300])] if made else []
-        others = [p.advice for p in planned.problems if p.advice]
-        advice = " ".join(dict.fromkeys([*own, ADVICE_ON_TYPES, *others]))
-    else:
-        advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
-        if is_resume and argument in advice:
-            advice += (
-                " A run takes source_transforms if it begins from source=: this run."
-            )
-    return errors.RestoreMismatchError(
-        planned.path,
-        planned.problems,
-        advice,
-        shown=_format_rows(planned.problems, groups),
-    )
-
-
-def advise(
-    planned: RestorePlan,
-    stored: Stored,
-    *,
-    has_transforms: bool,
-    has_state: bool,
-    is_source: bool,
-) -> RestorePlan:
-    """Returns the plan with the advice of the error that `make_error` returns."""
-    argument = "source_transforms" if is_source else "transforms"
-    groups = [] if has_transforms else _find_moved(planned, stored.table)
-    advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
-    renames = [each.rename(stored.table) for each in groups]
-    known = tuple(each for each in renames if each is not None)
-    return dataclasses.replace(
-        planned,
-        advice=advice,
-        renames=known if len(known) == len(groups) else (),
-        drops=_find_drops(planned),
-    )
-
-
-def make_unbuilt_error(
-    path: str, unbuilt: _state.leaf_types.UnbuiltLeavesError
-) -> errors.RestoreMismatchError:
-    """Returns the error of leaves of registered classes that refuse their parts."""
-    problems = []
-    for leaf, (leaf_type, parts, reason) in unbuilt.leaves.items():
-        found = [
-            f"{name} {_state.describe.describe_value(part)}"
-            for name, part in _state.flax_state.leaves_by_path(parts).items()
-        ]
-        text = f"{errors.first_few(found, 3)} ({reason})"
-        problems.append(Mismatch(leaf, f"the parts of a {leaf_type.name}", text))
-    return errors.RestoreMismatchError(
-        path,
-        problems,
-        "Correct from_arrays in register_leaf, or pass a state that has dicts in place"
-        " of these leaves.",
-    )
-
-
-def make_unequal_error(
-    path: str, unequal: _state.flax_state.UnequalVariablesError
-) -> errors.RestoreMismatchError:
-    """Returns the error of NNX variables that are shared, but not equal."""
-    problems = [
-        Mismatch(variable, f"the value of {first}, which the state shares", "another")
-        for variable, first in unequal.variables.items()
-    ]
-    branches = sorted({variable.split("/")[0] for variable in unequal.variables})
-    return errors.RestoreMismatchError(
-        path,
-        problems,
-        f"Restore {errors.first_few(branches)} apart from the other items, each with"
-        " load(path, {item: object}), or pass a state that does not share variables.",
-    )
-
-
-def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
-    """Returns groups of missing leaves stored in another container."""
-    lacking: dict[LeafPath, LeafInfo] = {}
-    used: set[LeafPath] = set()
-    for path, plan in planned.leaves.items():
-        if plan.wanted is None:
-            continue
-        used.update(plan.sources)
-        if plan.actions == ("conflict",) and not plan.sources:
-            lacking[path] = plan.wanted
-    if not lacking:
-        return []
-    free = {
-        path.removesuffix("/value"): leaf.info
-        for path, leaf in table.items()
-        if leaf.info.kind != "empty" and path not in used
-    }
-    if all_of_them := _find_container(lacking, free):
-        return [all_of_them]
-    branches: dict[str, dict[LeafPath, LeafInfo]] = {}
-    for path, info in lacking.items():
-        branches.setdefault(path.split("/")[0], {})[path] = info
-    groups = [
-        _find_container(branch, free) for branch in branches.values() if len(branch) > 1
-    ]
-    return [group for group in groups if group is not None]
-
-
-def _find_container(
-    lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
-) -> Moved | None:
-    """Returns a container in `free` that has all `lacking` leaves, or None."""
-    first = next(iter(lacking)).split("/")
-    candidates: dict[tuple[LeafPath, LeafPath], int] = {}
-    for path in free:
-        if path.rpartition("/")[2] != first[-1] or path == "/".join(first):
-            continue
-        parts = path.split("/")
-        pairs = zip(reversed(parts), reversed(first), strict=False)
-        same = sum(
-            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        )
-        ends = "/".join(first[:-same]), "/".join(parts[:-same])
-        candidates[ends] = len(parts) + len(first) - 2 * same
-    for wanted, found in sorted(candidates, key=candidates.__getitem__):
-        if len(lacking) == 1 and wanted and found:
-            continue  # two leaves may have the same name by chance
-        if all(
-            (name := _below(wanted, path)) is not None
-            and (there := free.get(f"{found}/{name}" if found else name)) is not None
-            and there.shape == info.shape
-            for path, info in lacking.items()
-        ):
-            return Moved(
-                wanted, found, [_below(wanted, path) or "" for path in lacking]
-            )
-    return None
-
-
-def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
-    """Returns the path of a leaf relative to a container; None for leaves elsewhere."""
-    if not container:
-        return path
-    inside = path.startswith(f"{container}/")
-    return path[len(container) + 1 :] if inside else None
-
-
-def _format_rows(
-    problems: Sequence[Mismatch], groups: Sequence[Moved]
-) -> list[str] | None:
-    """Returns lines that show `problems`, a single line for leaves moved together."""
-    if not groups:
-        return None
-    several = [each for each in groups if len(each.names) > 1]
-    elsewhere = {
-        f"{each.wanted}/{name}" if each.wanted else name
-        for each in several
-        for name in each.names
-    }
-    others = [problem.row for problem in problems if problem.leaf not in elsewhere]
-    return [*map(str, several), *others]
-
-
-def _give_advice(
-    planned: RestorePlan,
-    stored: Stored,
-    groups: Sequence[Moved],
-    argument: str,
-    *,
-    has_state: bool,
-) -> str:
-    """Returns advice on the problems of a plan; see `_advise`."""
-    parts = dict.fromkeys(p.advice for p in planned.problems if p.advice)
-    others = tuple(problem for problem in planned.problems if not problem.advice)
-    if others:
-        rest = dataclasses.replace(planned, problems=others)
-        parts[_advise(rest, stored, groups, argument, has_state=has_state)] = None
-    return " ".join(parts)
-
-
-def _advise(
-    planned: RestorePlan,
-    stored: Stored,
-    groups: Sequence[Moved],
-    argument: str,
-    *,
-    has_state: bool,
-) -> str:
-    """Returns advice on problems that do not come with advice of their own.
-
-    `groups` are leaves that are stored in other containers; `argument` is the name of
-    the argument with the transforms.
-    """
-    problems = planned.problems
-    kinds = {problem.kind for problem in problems}
-    if "too_wide" in kinds:
-        wide = [
-            wanted
-            for problem in problems
-            if problem.kind == "too_wide"
-            and (wanted := planned.leaves[problem.leaf].wanted) is not None
-        ]
-        return _advise_on_width(wide, argument, has_state=has_state)
-    renames = [_as_code(each.rename(stored.table)) for each in groups]
-    if groups and sum(len(each.names) for each in groups) == len(problems):
-        return _advise_move(groups, renames, argument, are_all=True)
-    if "unused" in kinds:
-        return 'Add these leaves to the state, or pass unused="ignore".'
-    if "several" in kinds:
-        return 'Load into the old optimizer first, or pass optimizer="reinit".'
-    if kinds == {"missing"}:
-        if advice := _advise_on_items(problems, stored):
-            return advice
-        first = ""
-        if groups:
-            first = _advise_move(groups, renames, argument, are_all=False) + " "
-        return (
-            f"{first}Pass a state with only the leaves of the checkpoint, or a state"
-            ' with values and missing="init" to keep them.'
-        )
-    if drops := _find_drops(planned):
-        code = ", ".join([f'drop(r"{pattern}")' for pattern in drops])
-        return (
-            "To begin these leaves and their moments anew, pass"
-            f' {argument}=[{code}], missing="init" and a state with values for them.'
-            " Other transforms rename, grow, slice and map leaves."
-        )
-    return (
-        f"Change the state to fit the checkpoint, or pass {argument}=[...], which can"
-        ' rename, drop, grow, slice and map leaves: drop(pattern) with missing="init"'
-        " keeps your own values, such as of a new head. Floating types are cast;"
-        " integers are only widened, unless cast(pattern, dtype, lossy=True) narrows"
-        " them."
-    )
-
-
-def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
-    """Returns patterns of the parameters of other shapes, such as of a head.
-
-    Moments are dropped with their parameters. Empty if there are many patterns, or
-    leaves with other problems.
-    """
-    other = {
-        path
-        for path, leaf in planned.leaves.items()
-        if "conflict" in leaf.actions
-        and leaf.wanted is not None
-        and leaf.found is not None
-        and leaf.wanted.shape != leaf.found.shape
-    }
-    patterns: dict[str, None] = {}
-    for problem in planned.problems:
-        path = problem.leaf
-        if path not in other:
-            return ()
-        wanted = planned.leaves[path].wanted
-        if wanted is None or mirrors.is_optimizer_leaf(path, wanted):
-            continue
-        if any(re.fullmatch(pattern, path) for pattern in patterns):
-            continue
-        branch = _whole_branch(path, other, planned.leaves)
-        name = re.escape(path) if branch is None else f"{re.escape(branch)}/.*"
-        patterns[name] = None
-        if len(patterns) > _DROPS:
-            return ()
-    return tuple(patterns)
-
-
-def _whole_branch(
-    path: LeafPath, leaves: Set[LeafPath], known: Iterable[LeafPath]
-) -> LeafPath | None:
-    """Returns the largest container of `path` with only `leaves`, or None.
-
-    A container at the root is returned only if it holds `path` itself.
-    """
-    found, parent = None, path.rpartition("/")[0]
-    while parent and (found is None or "/" in parent):
-        if any(p.startswith(f"{parent}/") and p not in leaves for p in known):
-            break
-        found, parent = parent, parent.rpartition("/")[0]
-    return found
-
-
-def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:
-    """Returns advice on leaves of JSON items and of items that are left out.
-
-    Empty if other leaves are missing, too.
-    """
-    names = [_state.tree.unescape(p.leaf.partition("/")[0]) for p in problems]
-    texts = [name for name in dict.fromkeys(names) if stored.is_json(name)]
-    others = stored.left_out.keys() & names
-    if not {*names} <= {*texts, *others}:
-        return ""
-    advice = ""
-    if others:
-        advice = (
-            "Restore another step, pass a state without the item, or, for the item of"
-            ' an optimizer, optimizer="reinit". '
-        )
-    if texts:
-        advice += (
-            f"metadata(path).json[{texts[0]!r}] has the content of the item: leave it"
-            " out of the state."
-        )
-    return advice.rstrip()
-
-
-def _advise_on_width(
-    wide: Sequence[LeafInfo], argument: str, *, has_state: bool
-) -> str:
-    """Returns advice on 64-bit leaves: how to keep all bits, or how to load 32 bits."""
-    first: dict[str, LeafPath] = {}
-    for wanted in wide:
-        first.setdefault(_widest_dtype(wanted), wanted.path)
-    casts = ", ".join(
-        f'cast("{path}", "{dtype}"{"" if dtype == "float32" else ", lossy=True"})'
-        for dtype, path in first.items()
-    )
-    if len(wide) > len(first):
-        casts += ", and the same for the others"
-    limit = " (values above 3.4e38 become inf)" if "float32" in first else ""
-    if not has_state:
-        return (
-            f"To keep all bits, set {_X64}, or pass a state with numpy arrays for these"
-            f" leaves; for 32 bits, pass {argument}=[{casts}]{limit}."
-        )
-    return (
-        f"To keep all bits, set {_X64}, or use numpy arrays for these leaves of the"
-        f" state; for 32 bits, use {' and '.join(first)}, and pass"
-        f" {argument}=[{casts}]{limit}."
-    )
-
-
-def _advise_move(
-    groups: Sequence[Moved],
-    renames: Sequence[str | None],
-    argument: str,
-    *,
-    are_all: bool,
-) -> str:
-    """Returns advice on leaves stored in another container."""
-    ways = []
-    if all(renames):
-        ways.append(f"pass {argument}=[{', '.join(map(str, renames))}]")
-    [only] = groups if len(groups) == 1 else [None]
-    if are_all and only is not None and not only.wanted:
-        ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")
-    elif not ways:
-        ways.append(f"pass {argument}=[rename({{...}})]")
-    text = ", or ".join(ways)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _as_code(rename: tuple[str, str] | None) -> str | None:
-    return None if rename is None else f'rename(r"{rename[0]}", r"{rename[1]}")'
-
-
-def _nesting_hint(above: LeafPath) -> str:
-    """Returns text that shows how to nest a state below `above`; empty if long."""
-    if above == "0":
-        return ", as (state,)"
-    return f', as {{"{above}": state}}' if above.isidentifier() else ""

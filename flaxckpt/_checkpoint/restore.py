@@ -23,7 +23,7 @@ from flaxckpt import (
     datasets,
     errors,
 )
-from flaxckpt._checkpoint import mismatch, optimizer_init, planner
+from flaxckpt._checkpoint import mismatch, optimizer_init, planner, restore_errors
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
 from flaxckpt._checkpoint.planner import LoadOptions, RestoreOptions
@@ -335,7 +335,7 @@ def plan_resume(state: PyTree, begin: PyTree, options: RestoreOptions) -> Restor
         frozenset(unknown),
     )
     planned, _ = planner.make_plan(stored, begin, options)
-    return dataclasses.replace(planned, advice=mismatch.ADVICE_ON_TYPES)
+    return dataclasses.replace(planned, advice=restore_errors.ADVICE_ON_TYPES)
 
 
 def _succeeds_without(
@@ -356,7 +356,7 @@ def _plan(
     planned, _ = planner.make_plan(stored, abstract_state, options)
     if not planned.problems:
         return planned
-    return mismatch.advise(
+    return restore_errors.advise(
         planned,
         stored,
         has_transforms=bool(options.transforms),
@@ -452,7 +452,7 @@ class Restore:
         self._abstract_state = abstract_state
         self._planned, self._recipe = planner.make_plan(stored, abstract_state, options)
         if self._planned.problems:
-            raise mismatch.make_error(
+            raise restore_errors.make_error(
                 self._planned,
                 stored,
                 has_transforms=bool(options.transforms),
@@ -649,9 +649,9 @@ def _failed_build_reported(path: str) -> Iterator[None]:
     try:
         yield
     except _state.leaf_types.UnbuiltLeavesError as error:
-        raise mismatch.make_unbuilt_error(path, error) from error
+        raise restore_errors.make_unbuilt_error(path, error) from error
     except _state.flax_state.UnequalVariablesError as error:
-        raise mismatch.make_unequal_error(path, error) from error
+        raise restore_errors.make_unequal_error(path, error) from error
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:
