@@ -9,7 +9,7 @@ from flaxckpt import _doors
 if TYPE_CHECKING:
     from flaxckpt._checkpoint import (
         commit,
-        file_sizes,
+        completeness,
         overwrite,
         plan,
         planner,

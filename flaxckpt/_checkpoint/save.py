@@ -209,7 +209,7 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
     path, options, operation = request.path, request.options, request.operation
     if not request.is_item and (operation is None or operation.is_first):
         with (
-            _storage.permissions.explain_errors(path),
+            _storage.read_errors.explain_errors(path),
             _storage.paths.listing_cache(path),
         ):
             check_free(path, overwrite=request.overwrite)

@@ -159,7 +159,7 @@ def report_lost(
 ) -> verify_report.VerifyReport:
     """Returns the report on a path no longer recognised as a checkpoint."""
     findings = verify_report.Findings(_util.progress.Counter(""), thorough=True)
-    is_unread = _storage.permissions.is_unread(error)
+    is_unread = _storage.read_errors.is_unread(error)
     findings.add(
         findings.unread if is_unread else findings.problems,
         verify_report.HERE,
@@ -213,7 +213,7 @@ def find_damage(path: Path, step: int | None) -> str | None:
     try:
         report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
-        if _storage.permissions.is_unread(error):
+        if _storage.read_errors.is_unread(error):
             return None
         # The path was a checkpoint before the damage.
         if _steps.index.may_be_step(path) and _find_unreadable(path) is None:
@@ -241,7 +241,7 @@ def _record_failure(
     path: Path, error: OSError, findings: verify_report.Findings
 ) -> None:
     """Records an error that ended reading: a problem only if all files can be read."""
-    if _storage.permissions.is_unread(error):
+    if _storage.read_errors.is_unread(error):
         findings.add(findings.unread, verify_report.HERE, str(error))
     elif (why := _find_unreadable(path)) is not None:
         findings.add(findings.unread, verify_report.HERE, why)

@@ -180,7 +180,7 @@ class Findings:
             # Too little memory is a fault of this machine, not of the checkpoint.
             is_unread = _util.memory.is_too_large(
                 error
-            ) or _storage.permissions.is_unread(error)
+            ) or _storage.read_errors.is_unread(error)
             findings = self.unread if is_unread else self.problems
             self.add(findings, name, str(error), place)
         except (OSError, MemoryError) as error:

@@ -127,7 +127,7 @@ def _import_reader(format_name: str) -> Reader:
 
 def identify(path: Path) -> DetectedFormat | None:
     """Returns the format of the checkpoint `path`; None if not recognised."""
-    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+    with _storage.read_errors.reading(path), _storage.paths.listing_cache(path):
         return find_format(path)
 
 
@@ -182,7 +182,7 @@ def detect(path: PathLike) -> DetectedFormat:
         DamagedCheckpointError: The checkpoint is incomplete, or may not be read.
     """
     path = _storage.paths.resolve(path)
-    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+    with _storage.read_errors.reading(path), _storage.paths.listing_cache(path):
         detected = find_format(path) if exists(path) else None
         return detected or _explain_unrecognised(path)
 

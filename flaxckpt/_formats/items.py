@@ -372,7 +372,7 @@ def describe_damage(error: errors.DamagedCheckpointError) -> str:
 
     Raises `error` itself if it does not prove damage.
     """
-    if _storage.permissions.is_unread(error):
+    if _storage.read_errors.is_unread(error):
         raise error
     return f"cannot be read: {errors.one_line(error)}"
 

@@ -44,7 +44,7 @@ class Located(NamedTuple):
     def open_as_saved(self, types: Sequence[type] = ()) -> Stored:
         """Returns the same as `open`, also if it was saved as another step."""
         with (
-            _storage.permissions.reading(self.path),
+            _storage.read_errors.reading(self.path),
             _storage.paths.listing_cache(self.path),
         ):
             return self._read(types)
@@ -97,14 +97,14 @@ def _open(
     types: Sequence[type] | None,
 ) -> tuple[Located, Stored]:
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
+    with _storage.read_errors.reading(root), _storage.paths.listing_cache(root):
         located = _locate(root, step, step_format)
         try:
             return located, located._read(types)
         except OSError as error:
             unread = error
     # Only outside `listing_cache`, which still lists a file deleted meanwhile.
-    with _storage.permissions.reading(located.path):
+    with _storage.read_errors.reading(located.path):
         raise unread
 
 
@@ -128,7 +128,7 @@ def locate(
         OptionError: `step` is not a step number, or `path` is a single checkpoint.
     """
     root = _storage.paths.resolve(path)
-    with _storage.permissions.reading(root), _storage.paths.listing_cache(root):
+    with _storage.read_errors.reading(root), _storage.paths.listing_cache(root):
         return _locate(root, step, step_format, warn)
 
 
@@ -299,13 +299,13 @@ def list_nearest(steps: Sequence[int], near: int) -> str:
 
 def read_stored(path: Path, step: int | None, types: Sequence[type] = ()) -> Stored:
     """Reads everything but the arrays of the checkpoint at exactly `path`, as saved."""
-    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+    with _storage.read_errors.reading(path), _storage.paths.listing_cache(path):
         return Located(path, step, _formats.detect(path)).open_as_saved(types)
 
 
 def read_without_classes(path: Path) -> Stored:
     """Reads all but the arrays at exactly `path`; imports no class, logs nothing."""
-    with _storage.permissions.reading(path), _storage.paths.listing_cache(path):
+    with _storage.read_errors.reading(path), _storage.paths.listing_cache(path):
         located = Located(path, None, _formats.detect(path))
         return located._read(None, warn=False)
 

@@ -140,7 +140,7 @@ def find_lost_files(
     """
     if _storage.of(path).costs_requests:
         return None
-    return _checkpoint.file_sizes.look(path, step, leaves).loss
+    return _checkpoint.completeness.look(path, step, leaves).loss
 
 
 # ---- changes ----------------------------------------------------------------------

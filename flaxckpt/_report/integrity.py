@@ -66,7 +66,7 @@ def _check(step: Step, is_new: bool) -> Integrity:
         return unknown
     try:
         if is_ours:
-            _checkpoint.file_sizes.check(path, step.step)
+            _checkpoint.completeness.check(path, step.step)
             detail = "all files exist, with the recorded sizes"
             return Integrity(step.step, "whole", detail, 0, now)
         # may be a native checkpoint without its manifest
@@ -83,7 +83,7 @@ def _of_error(step: Step, error: Exception, began: float) -> Integrity:
     path = _storage.paths.from_text(step.path)
     if not _storage.of(path).exists(path):
         return Integrity(step.step, "unknown", _GONE, 0)
-    state: State = "unread" if _storage.permissions.is_unread(error) else "damaged"
+    state: State = "unread" if _storage.read_errors.is_unread(error) else "damaged"
     return Integrity(step.step, state, explain(error), 0, began)
 
 

@@ -516,7 +516,7 @@ class Checkpointer(Closing):
     def run_metadata(self) -> Mapping[str, JSON]:
         """The metadata of the whole run."""
         for directory in (self._run.saves_in, self.directory):
-            with _storage.permissions.explain_errors(directory):
+            with _storage.read_errors.explain_errors(directory):
                 if metadata := _formats.native_metadata.read_run_metadata(directory):
                     return metadata
         return {}

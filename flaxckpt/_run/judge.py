@@ -158,7 +158,7 @@ class Judge:
         self._rules = rules
         self._warned: set[object] = set()
         # The steps found whole; None where files cannot be looked at again cheaply.
-        self._whole: dict[Path, _checkpoint.file_sizes.Files | None] = {}
+        self._whole: dict[Path, _checkpoint.completeness.Files | None] = {}
 
     def explain(
         self, steps: Mapping[int, run_index.RunStep], rules: Rules | None = None
@@ -325,7 +325,7 @@ class Judge:
         files = self._whole.get(step.path)
         if not anew and files is not None and files.are_unchanged(step.path):
             return None
-        found = _checkpoint.file_sizes.look(step.path, number)
+        found = _checkpoint.completeness.look(step.path, number)
         if found.loss is None:
             self._whole[step.path] = found.files
         return found.loss
@@ -353,9 +353,9 @@ class Judge:
     def remember_whole(self, path: Path, step: int) -> None:
         """Checks the names and sizes of a step's files, and remembers that it is whole.
 
-        Raises DamagedCheckpointError as of `file_sizes.check`.
+        Raises DamagedCheckpointError as of `completeness.check`.
         """
-        self._whole[path] = _checkpoint.file_sizes.check(path, step)
+        self._whole[path] = _checkpoint.completeness.check(path, step)
 
     def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:
         self.warn_once(

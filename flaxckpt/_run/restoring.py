@@ -106,7 +106,7 @@ class Restores:
         """Restores a step; see `Checkpointer.restore`."""
         request = _Request(abstract_state, dataset, self._complete(options))
         with (
-            _storage.permissions.explain_errors(self._run.saves_in),
+            _storage.read_errors.explain_errors(self._run.saves_in),
             _storage.paths.listing_cache(self._run.directory),
         ):
             candidates, marked = self._agree_on_steps(step)
@@ -416,7 +416,7 @@ class Restores:
         except errors.DamagedCheckpointError as error:
             if _util.memory.is_too_large(error):
                 # A damaged file may claim any size.
-                _checkpoint.file_sizes.check(path, number)
+                _checkpoint.completeness.check(path, number)
                 raise errors.OutOfMemoryError(
                     f"{path} is not damaged, but cannot be restored with the memory"
                     f" that is free ({error.__cause__}): free memory, restore less of"

@@ -67,7 +67,7 @@ class RunStep:
         if self.is_marked:
             return False
         error = self._entry.error
-        if error is not None and _storage.permissions.is_unread(error):
+        if error is not None and _storage.read_errors.is_unread(error):
             # Markers are unknown where not even names can be read.
             return bool(self._entry.files)
         return self.damage is None
@@ -162,7 +162,7 @@ class RunIndex:
     def _entries(self) -> list[_Entry]:
         """Returns the entries with the content, not only the name, of a step."""
         with (
-            _storage.permissions.explain_errors(self._directory),
+            _storage.read_errors.explain_errors(self._directory),
             _storage.paths.listing_cache(self._directory),
         ):
             return self._select_entries()
@@ -214,7 +214,7 @@ def read(directory: Path, step_format: str | None = None) -> dict[int, RunStep]:
     CheckpointFormatError if two checkpoints are the same step.
     """
     number = locate.step_parser(step_format)
-    with _storage.permissions.explain_errors(directory):
+    with _storage.read_errors.explain_errors(directory):
         entries = _steps.index.StepIndex(directory, _formats.identify, number).entries
     values = _Values(number or _steps.names.number)
     return {entry.step: RunStep(entry, values, {}) for entry in entries}

@@ -171,7 +171,7 @@ def list_committed(
     root: Path, step_format: names.StepFormat, recognise: Callable[[Path], _T | None]
 ) -> list[Entry[_T]]:
     """Returns the committed steps under a run directory, ascending, from listings."""
-    with _storage.permissions.explain_errors(root):
+    with _storage.read_errors.explain_errors(root):
         try:
             contents = _storage.of(root).contents(
                 root, lambda name: step_format.step(name) is not None
@@ -215,7 +215,7 @@ def find_links(
 def _entries(root: Path) -> list[Path]:
     """Returns all paths in a directory; none if it is missing."""
     try:
-        with _storage.permissions.explain_errors(root):
+        with _storage.read_errors.explain_errors(root):
             return list(root.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -372,7 +372,7 @@ def read_parts(path: Path) -> StepParts | None:
     if _storage.of(path).costs_requests:
         return None
     try:
-        with _storage.permissions.explain_errors(path / PARTS):
+        with _storage.read_errors.explain_errors(path / PARTS):
             content = (path / PARTS).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         listing,
         modes,
         paths,
-        permissions,
+        read_errors,
         rename,
         store_requests,
         store_settings,

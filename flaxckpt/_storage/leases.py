@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flaxckpt import _util, errors
-from flaxckpt._storage import files, paths, permissions
+from flaxckpt._storage import files, paths, read_errors
 from flaxckpt._storage.paths import RemotePath
 
 READING = "READING-"
@@ -232,7 +232,7 @@ def is_being_deleted(path: Path) -> bool:
 
     Raises DamagedCheckpointError if the checkpoint is inaccessible.
     """
-    with permissions.explain_errors(path):
+    with read_errors.explain_errors(path):
         # The name last: a deletion that was not announced before has seen the lease.
         return bool(unexpired(path, _names(path, DELETING))) or not path.is_dir()
 

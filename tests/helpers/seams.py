@@ -67,7 +67,7 @@ SEAMS = {
     "disk_usage.on_disk": "_run.disk_usage:on_disk",
     "encode.encoded_at_once": "_arrays.encode:ENCODED_AT_ONCE",
     "encode.encoded_part": "_arrays.encode:_ENCODED_PART",
-    "files.are_unchanged": "_checkpoint.file_sizes:Files.are_unchanged",
+    "files.are_unchanged": "_checkpoint.completeness:Files.are_unchanged",
     "files.open_regular_file": "_storage.files:open_regular_file",
     "files.remove_tree": "_storage.files:remove_tree",
     "files.sync_directory": "_storage.files:sync_directory",

@@ -41,8 +41,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "checkpoint/test_verify_findings.py",
         "checkpoint/test_verify.py",
     ),
-    "_checkpoint/file_sizes.py": ("checkpoint/test_file_sizes.py",),
-    "_checkpoint/inventory.py": ("checkpoint/test_file_sizes.py",),
+    "_checkpoint/completeness.py": ("checkpoint/test_completeness.py",),
+    "_checkpoint/inventory.py": ("checkpoint/test_completeness.py",),
     "_arrays/read_files.py": (
         "arrays/test_databases.py",
         "arrays/test_read_parts.py",

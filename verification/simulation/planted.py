@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flaxckpt import _storage, errors, policies
 from flaxckpt._checkpoint import verify
 from flaxckpt._distributed import heartbeat, operation
-from flaxckpt._run.tiers import parts, peer_copies
+from flaxckpt._run.tiers import part_copies, parts
 from flaxckpt._steps import delete, markers
 from flaxckpt._storage import (
     bucket,
@@ -184,7 +184,7 @@ FAULTS_OF_TIER = {  # some with the faults of the world that show them
     "a copy is not synced": Fault(
         tier,
         {
-            (peer_copies, "_storage"): _unsynced_storage(),
+            (part_copies, "_storage"): _unsynced_storage(),
             (tier, "_FAULTS"): ("crash",) * 3,
         },
     ),

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from flaxckpt import _checkpoint, _distributed, _steps, _storage, _util, errors
 from flaxckpt._run import events as run_events
 from flaxckpt._run import run_index
-from flaxckpt._run.tiers import parts, peer_copies
+from flaxckpt._run.tiers import part_copies, parts
+from flaxckpt._run.tiers.part_copies import Copied, Sources
 from flaxckpt._run.tiers.parts import Held, Lost
-from flaxckpt._run.tiers.peer_copies import Copied, Sources
 from flaxckpt._types import PathLike
 from flaxckpt._util.pace import Pace
 
@@ -374,7 +374,7 @@ class PartTier:
             ]
             sources = Sources(path, step, here.save, self._own, self._peers, {0: same})
             try:
-                peer_copies.copy_metadata(sources, self._mode)
+                part_copies.copy_metadata(sources, self._mode)
             except (errors.CheckpointError, OSError) as error:
                 _log.warning("the parts of step %d here are unknown: %s", step, error)
 
@@ -383,7 +383,7 @@ class PartTier:
         for sources in self._sources.values():
             if sources.far is None and not sources.path.exists():
                 try:
-                    peer_copies.copy_metadata(sources, self._mode)
+                    part_copies.copy_metadata(sources, self._mode)
                 except (errors.CheckpointError, OSError) as error:
                     _log.warning("step %d is not uploaded: %s", sources.step, error)
 
@@ -421,7 +421,7 @@ class PartTier:
         if saves := self._next_sources.get(path):
             self._sources[path] = saves.pop(0)
         if (sources := self._sources.get(path)) is not None:
-            peer_copies.copy_metadata(sources, self._mode)
+            part_copies.copy_metadata(sources, self._mode)
 
     def fetch(self, path: Path, wanted: Collection[Path], *, is_again: bool) -> bool:
         """Copies the files that a restore of `path` reads and this process lacks.
@@ -444,7 +444,7 @@ class PartTier:
         faults = _checkpoint.verify.find_faults(path, here) if here else {}
         for name, why in faults.items():
             _log.warning("%s is damaged, and copied again: %s", path / name, why)
-        copied = peer_copies.copy_parts(sources, names, self._mode, damaged=faults)
+        copied = part_copies.copy_parts(sources, names, self._mode, damaged=faults)
         self.copied += copied
         self._fetched |= names
         return copied != Copied()
@@ -474,7 +474,7 @@ class PartTier:
 
     def _sync(self, path: Path, names: Collection[str]) -> None:
         try:
-            peer_copies.sync(path, names)
+            part_copies.sync(path, names)
         except OSError as error:  # deleted, or the disk fails
             _log.info("%s may not outlast a power cut here: %s", path, error)
 
@@ -571,8 +571,8 @@ class PartTier:
                 path, step, save, self._own, self._peers, holders, None, earlier
             )
             wanted = [name for part in mine for name in known.files[part]]
-            copied = peer_copies.copy_parts(sources, wanted, self._mode, pace=pace)
-            peer_copies.sync(path, wanted)
+            copied = part_copies.copy_parts(sources, wanted, self._mode, pace=pace)
+            part_copies.sync(path, wanted)
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
         told = json.dumps(fault)

@@ -132,7 +132,7 @@ def _resolve(staging: Staging, directory: Path) -> Path:
             " this version of jax does not show: leave out staging"
         )
     try:
-        with _storage.permissions.explain_errors(path / _OWNER):
+        with _storage.read_errors.explain_errors(path / _OWNER):
             text = (path / _OWNER).read_text(encoding="utf-8", errors="replace")
             owner = text.strip()
     except (FileNotFoundError, NotADirectoryError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
-from flaxckpt._run.tiers import peer_copies
+from flaxckpt._run.tiers import part_copies
 from flaxckpt._run.tiers.parts import find_held, find_parts
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _is_foreign(final: Path) -> bool:
 def is_whole(final: Path, step: int) -> bool:
     """Returns True if `final` is the complete `step`, and not marked as damaged."""
     try:
-        _checkpoint.file_sizes.check(final, step)
+        _checkpoint.completeness.check(final, step)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError):
         return False
     return not _steps.markers.is_damaged(final)
@@ -174,7 +174,7 @@ def _copy_parts(
     Raises:
         DamagedCheckpointError: The metadata is damaged, or no process has a part.
     """
-    if (held := find_held(path)) is None or not peer_copies.has_metadata(path):
+    if (held := find_held(path)) is None or not part_copies.has_metadata(path):
         raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
     files = find_parts(path).files
     near = earlier and str(earlier)

@@ -395,7 +395,7 @@ class Uploads:
                 self._skip(step, path, marker, reason, logging.WARNING)
                 return
             if not is_there:
-                _checkpoint.file_sizes.check(path, step)
+                _checkpoint.completeness.check(path, step)
                 if marker.overwrite:
                     self._inherit_pin(path, final)
                 if not self._far.would_keep(step, self._near):

@@ -83,7 +83,7 @@ def check(
         if leaves is not None:
             wanted = set(leaves)
             files = {n: f for n, f in files.items() if not wanted.isdisjoint(f.leaves)}
-        with _storage.permissions.explain_errors(path):
+        with _storage.read_errors.explain_errors(path):
             if storage.costs_requests:  # it has an object completely or not at all
                 missing = sorted(files.keys() - _storage.listing.files_below(path))
                 whole, faults = None, [f"{name} is missing" for name in missing]
@@ -168,7 +168,7 @@ def look(
         return Look(files=check(path, step, leaves))
     except (errors.CheckpointError, OSError) as error:
         is_gone = not _storage.of(path).exists(path)
-        if not is_gone and not _storage.permissions.is_unread(error):
+        if not is_gone and not _storage.read_errors.is_unread(error):
             return Look(errors.one_line(errors.join_rows(error), _MAX_LOSS))
     return Look()
 
