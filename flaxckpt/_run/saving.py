@@ -370,14 +370,14 @@ class Saves:
         operation = self._processes.begin("wait for copies", "the wait for copies")
         make_error = _distributed.agreement.background_error
         with _distributed.agreement.closing(operation, make_error):
-            left = tier.wait(timeout_secs)
+            left = tier.copier.wait(timeout_secs)
             if left:
                 raise errors.CheckpointTimeoutError(
                     f"step {max(left)} of {self._run.directory} is still being copied"
                     f" to other processes after {timeout_secs} s; call"
                     " wait_for_copies() again to wait longer"
                 )
-            if (why := tier.failure()) is not None:
+            if (why := tier.copier.failure) is not None:
                 raise errors.SaveFailedError(
                     "the newest step is whole, but lacks copies at other processes:"
                     f" {why}"

@@ -9,8 +9,6 @@ import json
 import logging
 import secrets
 import socket
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,10 +17,10 @@ from flaxckpt import _checkpoint, _distributed, _steps, _storage, _util, errors
 from flaxckpt._run import events as run_events
 from flaxckpt._run import run_index
 from flaxckpt._run.tiers import part_copies, parts
+from flaxckpt._run.tiers.copier import Copier, CopyTask
 from flaxckpt._run.tiers.part_copies import Copied, Sources
 from flaxckpt._run.tiers.parts import Held, Lost
 from flaxckpt._types import PathLike
-from flaxckpt._util.pace import Pace
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.agreement import Processes
@@ -87,26 +85,6 @@ class PeerOptions(NamedTuple):
 NO_PEERS = PeerOptions()
 
 
-class _Waiting(NamedTuple):
-    """A step whose parts are to be copied.
-
-    Attributes:
-        step: Its number.
-        path: The step in the directory of this process.
-        holders: Part -> the processes that have it.
-        parts: The parts that this process is to keep.
-        operation: The operation of all processes.
-        pace: The pace of the threads.
-    """
-
-    step: int
-    path: Path
-    holders: Mapping[int, Sequence[int]]
-    parts: Collection[int]
-    operation: Operation
-    pace: Pace
-
-
 class PartTier:
     """The parts in the directory of this process, and those of its peers.
 
@@ -123,6 +101,7 @@ class PartTier:
         whole: The steps that a restore could choose, when the processes last agreed.
         lost: The steps of which parts were missing then; a save replaces them.
         copied: What the last restore has copied into `root`.
+        copier: Copies the parts of new steps.
     """
 
     def __init__(
@@ -139,7 +118,6 @@ class PartTier:
         self._directory = directory
         self._index = index
         self._format = step_format
-        self._events = events
         self._options = options
         path = options.certificate
         self._certificate = None if path is None else str(path)
@@ -152,19 +130,16 @@ class PartTier:
         self._keepers: Sequence[Sequence[int]] = ()
         self._sources: dict[Path, Sources] = {}
         self._next_sources: dict[Path, list[Sources]] = {}
-        self._guard = _util.forks.PerProcess(threading.Lock)
-        self._waiting: list[_Waiting] = []
-        self._ended: _util.threads.Latch | None = None
-        self._failure: str | None = None
         self._times: dict[int, int] = {}
         self.whole: set[int] = set()
         self.lost: set[int] = set()
         self.copied = Copied()
+        self.copier = Copier(events, mode)
         self._fetched: set[str] = set()
 
     def close(self) -> None:
         """Ends the server of this process, and names steps without their copies."""
-        if waiting := self._not_copied():
+        if waiting := self.copier.unfinished():
             _log.warning(
                 "steps %s of %s have no copies at other processes yet",
                 errors.first_few([str(step) for step in waiting]),
@@ -491,117 +466,22 @@ class PartTier:
         # operations of the others apart.
         operation = processes.begin(f"copies.{step}", f"the copies of step {step}")
         assert operation is not None, path
-        with self._guard.get():
-            pace = Pace()
-            self._waiting.append(_Waiting(step, path, holders, mine, operation, pace))
-            if self._ended is not None:
-                return
-            self._ended = _util.threads.Latch()
-        run = functools.partial(self._run, self._ended)
-        try:
-            _util.threads.background(run, "flaxckpt copies").start()
-        except RuntimeError:  # no more threads: copy on this one
-            run()
+        find = functools.partial(self._find_sources, step, path, holders)
+        self.copier.begin(CopyTask(step, find, mine, self.copies, operation))
 
-    def wait(self, timeout_secs: float | None) -> list[int]:
-        """Waits for copies in progress; returns the steps that are not copied yet."""
-        with self._guard.get():
-            for waiting in self._waiting:
-                waiting.pace.lift()
-        if (ended := self._ended) is not None:
-            ended.wait(timeout_secs)
-        return self._not_copied()
+    def _find_sources(
+        self, step: int, path: Path, holders: Mapping[int, Sequence[int]]
+    ) -> Sources:
+        """Returns where the parts of a step are, of which this process has one."""
+        if (save := parts.identify(path)) is None:
+            raise FileNotFoundError(f"{path} was deleted")
+        earlier = self._earlier(path)
+        return Sources(path, step, save, self._own, self._peers, holders, None, earlier)
 
     @property
     def copies(self) -> int:
         """Number of copies that each part gets at other processes."""
         return min(map(len, self._keepers), default=0)
-
-    def failure(self) -> str | None:
-        """Returns why the newest copy failed; None if it did not."""
-        return self._failure
-
-    def _not_copied(self) -> list[int]:
-        with self._guard.get():
-            return [each.step for each in self._waiting]
-
-    def _run(self, ended: _util.threads.Latch) -> None:
-        while True:
-            with self._guard.get():
-                if not self._waiting:
-                    self._ended = None
-                    ended.set()
-                    return
-                # The newest first; its copies replace those of older steps.
-                *older, newest = self._waiting
-            for each in older:
-                with contextlib.suppress(Exception):  # its copies are of no use
-                    self._leave_out(each)
-            try:
-                with _closing(newest.operation):
-                    self._failure = self._copy(newest)
-            except Exception as error:
-                self._failure = errors.one_line(error)
-            if self._failure is not None:
-                _log.warning("step %d is not copied: %s", newest.step, self._failure)
-            with self._guard.get():
-                self._waiting = [
-                    each for each in self._waiting if each not in (*older, newest)
-                ]
-
-    def _leave_out(self, waiting: _Waiting) -> None:
-        """Tells the others that a step is not copied here."""
-        why = json.dumps("a newer step was saved before")
-        with _closing(waiting.operation):
-            waiting.operation.report("copied", why)
-            if waiting.operation.is_first:
-                waiting.operation.first("durable", lambda: why)
-
-    def _copy(self, waiting: _Waiting) -> str | None:
-        """Copies the parts of others to this process; returns why that failed."""
-        step, path, holders, mine, operation, pace = waiting
-        begun = time.monotonic()
-        copied, fault = Copied(), None
-        try:
-            save, known = parts.identify(path), parts.find_parts(path)
-            if save is None:
-                raise FileNotFoundError(f"{path} was deleted")
-            earlier = self._earlier(path)
-            sources = Sources(
-                path, step, save, self._own, self._peers, holders, None, earlier
-            )
-            wanted = [name for part in mine for name in known.files[part]]
-            copied = part_copies.copy_parts(sources, wanted, self._mode, pace=pace)
-            part_copies.sync(path, wanted)
-        except (OSError, ValueError, errors.CheckpointError) as error:
-            fault = errors.one_line(error)
-        told = json.dumps(fault)
-        operation.report("copied", told)
-
-        def gather() -> str:
-            faults = map(json.loads, operation.gather("copied", told))
-            rows = [f"process {n}: {why}" for n, why in enumerate(faults) if why]
-            return json.dumps("; ".join(rows))
-
-        fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
-        if fault is None:
-            with contextlib.suppress(FileNotFoundError):  # just deleted
-                _steps.markers.mark_copied(path, self.copies)
-            secs = time.monotonic() - begun
-            self._events.emit(
-                "copied",
-                step,
-                path=path,
-                copies=self.copies,
-                bytes=copied.from_peers,
-                secs=secs,
-            )
-        return fault
-
-
-def _closing(operation: Operation) -> contextlib.AbstractContextManager[None]:
-    make_error = _distributed.agreement.background_error
-    return _distributed.agreement.closing(operation, make_error)
 
 
 def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:

@@ -1,0 +1,162 @@
+"""Copies of parts at this process, made in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+from flaxckpt import _distributed, _steps, _util, errors
+from flaxckpt._run import events as run_events
+from flaxckpt._run.tiers import part_copies, parts
+from flaxckpt._run.tiers.part_copies import Copied, Sources
+from flaxckpt._util.pace import Pace
+
+if TYPE_CHECKING:
+    from flaxckpt._distributed.operation import Operation
+
+_log = logging.getLogger(__name__)
+
+
+class CopyTask(NamedTuple):
+    """A step whose parts are to be copied to this process.
+
+    Attributes:
+        step: Its number.
+        find_sources: Finds where the parts are; raises OSError if the step was deleted.
+        parts: The parts that this process is to keep.
+        copies: Number of copies that each part has then.
+        operation: The operation of all processes.
+    """
+
+    step: int
+    find_sources: Callable[[], Sources]
+    parts: Collection[int]
+    copies: int
+    operation: Operation
+
+
+class Copier:
+    """Copies parts of steps on a thread, those of the newest step first.
+
+    Args:
+        events: Stream for the events of copies.
+        mode: Mode of new directories; None for the umask's.
+
+    Attributes:
+        failure: Why the newest copy failed; None if it did not.
+    """
+
+    def __init__(self, events: run_events.Stream, mode: int | None) -> None:
+        self.failure: str | None = None
+        self._events = events
+        self._mode = mode
+        self._guard = _util.forks.PerProcess(threading.Lock)
+        self._waiting: list[tuple[CopyTask, Pace]] = []
+        self._ended: _util.threads.Latch | None = None
+
+    def begin(self, task: CopyTask) -> None:
+        """Begins a task, at low priority until `wait`."""
+        with self._guard.get():
+            self._waiting.append((task, Pace()))
+            if self._ended is not None:
+                return
+            self._ended = _util.threads.Latch()
+        run = functools.partial(self._run, self._ended)
+        try:
+            _util.threads.background(run, "flaxckpt copies").start()
+        except RuntimeError:  # no more threads: copy on this one
+            run()
+
+    def wait(self, timeout_secs: float | None) -> list[int]:
+        """Waits for copies in progress; returns the steps that are not copied yet."""
+        with self._guard.get():
+            for _, pace in self._waiting:
+                pace.lift()
+        if (ended := self._ended) is not None:
+            ended.wait(timeout_secs)
+        return self.unfinished()
+
+    def unfinished(self) -> list[int]:
+        """Returns the steps that are not copied yet."""
+        with self._guard.get():
+            return [task.step for task, _ in self._waiting]
+
+    def _run(self, ended: _util.threads.Latch) -> None:
+        while True:
+            with self._guard.get():
+                if not self._waiting:
+                    self._ended = None
+                    ended.set()
+                    return
+                # The newest first; its copies replace those of older steps.
+                *older, newest = self._waiting
+            for task, _ in older:
+                with contextlib.suppress(Exception):  # its copies are of no use
+                    self._leave_out(task)
+            try:
+                with _closing(newest[0].operation):
+                    self.failure = self._copy(*newest)
+            except Exception as error:
+                self.failure = errors.one_line(error)
+            if self.failure is not None:
+                step = newest[0].step
+                _log.warning("step %d is not copied: %s", step, self.failure)
+            with self._guard.get():
+                self._waiting = [
+                    each for each in self._waiting if each not in (*older, newest)
+                ]
+
+    def _leave_out(self, task: CopyTask) -> None:
+        """Tells the others that a step is not copied here."""
+        why = json.dumps("a newer step was saved before")
+        with _closing(task.operation):
+            task.operation.report("copied", why)
+            if task.operation.is_first:
+                task.operation.first("durable", lambda: why)
+
+    def _copy(self, task: CopyTask, pace: Pace) -> str | None:
+        """Copies the parts of others to this process; returns why that failed."""
+        operation, begun = task.operation, time.monotonic()
+        copied, fault = Copied(), None
+        try:
+            sources = task.find_sources()
+            known = parts.find_parts(sources.path)
+            wanted = [name for part in task.parts for name in known.files[part]]
+            copied = part_copies.copy_parts(sources, wanted, self._mode, pace=pace)
+            part_copies.sync(sources.path, wanted)
+        except (OSError, ValueError, errors.CheckpointError) as error:
+            fault = errors.one_line(error)
+        told = json.dumps(fault)
+        operation.report("copied", told)
+
+        def gather() -> str:
+            faults = map(json.loads, operation.gather("copied", told))
+            rows = [f"process {n}: {why}" for n, why in enumerate(faults) if why]
+            return json.dumps("; ".join(rows))
+
+        fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
+        if fault is None:
+            path = sources.path
+            with contextlib.suppress(FileNotFoundError):  # just deleted
+                _steps.markers.mark_copied(path, task.copies)
+            secs = time.monotonic() - begun
+            self._events.emit(
+                "copied",
+                task.step,
+                path=path,
+                copies=task.copies,
+                bytes=copied.from_peers,
+                secs=secs,
+            )
+        return fault
+
+
+def _closing(operation: Operation) -> contextlib.AbstractContextManager[None]:
+    make_error = _distributed.agreement.background_error
+    return _distributed.agreement.closing(operation, make_error)
