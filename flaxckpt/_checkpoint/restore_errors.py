@@ -91,14 +91,16 @@ def make_error(
     """
     argument = "source_transforms" if is_source or is_resume else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
-    kinds = {problem.kind for problem in planned.problems if not problem.advice}
+    others = [problem for problem in planned.problems if not problem.advice]
+    kinds = {problem.kind for problem in others}
+    changed = bool(kinds) and kinds <= {"differs", "missing"}
     if is_resume and "too_wide" in kinds:
         advice = _ADVICE_ON_WIDTH
-    elif is_resume and not groups and kinds and kinds <= {"differs", "missing"}:
+    elif is_resume and not groups and changed and not _advise_on_items(others, stored):
         made = ", ".join(stored.metadata.transforms)
         own = [_ADVICE_ON_TRANSFORMS.format(made=made[:300])] if made else []
-        others = [p.advice for p in planned.problems if p.advice]
-        advice = " ".join(dict.fromkeys([*own, ADVICE_ON_TYPES, *others]))
+        theirs = [p.advice for p in planned.problems if p.advice]
+        advice = " ".join(dict.fromkeys([*own, ADVICE_ON_TYPES, *theirs]))
     else:
         advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
         if is_resume and argument in advice:
@@ -389,7 +391,7 @@ def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:
     if others:
         advice = (
             "Restore another step, pass a state without the item, or, for the item of"
-            ' an optimizer, optimizer="reinit". '
+            ' an optimizer, pass load or checkpointer.restore optimizer="reinit". '
         )
     if texts:
         advice += (

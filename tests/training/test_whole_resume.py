@@ -415,6 +415,19 @@ def test_resume_keeps_saved_weak_type(tmp_path, begin, later):
         assert chosen.weak_type == begin.weak_type
 
 
+def test_resume_from_step_without_optimizer_says_how_to_begin_a_new_one(tmp_path):
+    params = {"w": jnp.ones(3)}
+    whole = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    with flaxckpt.Checkpointer(tmp_path, items=("params", "opt_state")) as ckpt:
+        ckpt.save(1, whole).wait()
+        ckpt.delete(1, item="opt_state")
+        with pytest.raises(errors.RestoreMismatchError) as info:
+            resume(ckpt, whole)
+        assert 'pass load or checkpointer.restore optimizer="reinit"' in str(info.value)
+        assert "eval_shape" not in str(info.value)
+        check_same(ckpt.restore(whole, optimizer="reinit"), whole)
+
+
 def test_resume_error_qualifies_advice_on_source_transforms(tmp_path):
     with saved(tmp_path, {"s": {"a": W, "b": W}}) as ckpt:
         on_step = flaxckpt.CheckpointCallback(ckpt, on_preemption=False)
