@@ -214,6 +214,7 @@ class Checkpointer(Closing):
                 self._run.tidy()
         if metadata is not None:
             self._session.check_writable("write metadata")
+            self._saves.check_directory()
             plain = _checkpoint.save.copy_json(metadata)
             if _util.job.is_first():
                 edit.write_run_metadata(self._run.saves_in, plain, self._run.mode)

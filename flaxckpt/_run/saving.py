@@ -84,6 +84,15 @@ class Saves:
             **fields,
         )
 
+    def check_directory(self) -> None:
+        """Raises OptionError if the directory of the run is itself a checkpoint.
+
+        Call this before anything is written: a checkpoint with other files in it, such
+        as a journal, is not deleted or replaced.
+        """
+        if not self._own_steps:
+            self._run.check_no_checkpoint()
+
     def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
         """Waits for the previous save, and begins a save."""
         with self._lock.get():
@@ -114,6 +123,7 @@ class Saves:
             if not request.temporary:
                 self._run.make_permanent(step)
             return self._skip(request)
+        self.check_directory()
         counter = _util.progress.Counter(f"saving step {step}")
         with self._failure_event(step, path):
             with _storage.paths.listing_cache(path):
@@ -151,8 +161,6 @@ class Saves:
         Raises CheckpointExistsError if the step exists and may not be replaced.
         """
         step, path = request.number, request.path
-        if not self._own_steps:
-            self._run.check_no_checkpoint()
         is_damaged = _steps.markers.is_damaged(path)
         if is_damaged and (operation is None or operation.is_first or request.is_part):
             _checkpoint.overwrite.set_aside(path)
@@ -401,6 +409,7 @@ class Saves:
         Raises:
             CheckpointError: As for `save`.
         """
+        self.check_directory()
         request = self.request(0, dataset=dataset, json=json)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
         request = dataclasses.replace(request, path=path)
@@ -415,6 +424,7 @@ class Saves:
         operation = self._processes.begin("params", f"the parameters of step {step}")
         with self._lock.get(), _distributed.agreement.closing(operation):
             self.wait()
+            self.check_directory()
             path = self.params_only.path(step)
             request = self.request(step, on_exists="overwrite", operation=operation)
             options = dataclasses.replace(

@@ -221,6 +221,25 @@ def test_keeps_metadata_per_step_and_run(run_dir):
     assert flaxckpt.Checkpointer(run_dir / "other").run_metadata == {}
 
 
+def test_run_in_a_checkpoint_writes_nothing_into_it(run_dir):
+    """A step with other files in it would never be deleted or replaced."""
+    with flaxckpt.Checkpointer(run_dir) as ckpt:
+        ckpt.save(1, state(1))
+    step = run_dir / "1"
+    files = sorted(step.rglob("*"))
+    inner = flaxckpt.Checkpointer(step)
+    on_step = flaxckpt.CheckpointCallback(inner, on_preemption=False)
+    for act in (
+        lambda: inner.save(2, state(2)),
+        lambda: inner.save_params_only(2, {"opt_state": jnp.ones(2), "w": jnp.ones(2)}),
+        lambda: flaxckpt.Checkpointer(step, metadata={"model": "small"}),
+        lambda: on_step(2, state(2)),
+    ):
+        with pytest.raises(errors.OptionError, match="is itself a checkpoint"):
+            act()
+    assert sorted(step.rglob("*")) == files
+
+
 def test_reader_neither_writes_nor_deletes(run_dir):
     with flaxckpt.Checkpointer(run_dir / "run") as ckpt:
         ckpt.save(1, state(1))
