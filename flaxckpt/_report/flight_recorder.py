@@ -183,9 +183,13 @@ def _find_best(
 def choose_step(report: Report) -> int | None:
     """Returns the step to go on from: the newest good one, if finite; or None.
 
-    Of a run that diverged, it is the last good step with a finite value that is left.
+    Of a run that diverged, it is the last good step with a finite value that is left,
+    but not one at which a layer has jumped.
     """
-    return max(_find_finite(report) or report.good_steps, default=None)
+    finite = _find_finite(report)
+    if len(finite) > 1 and (jump := find_jump(group_layers(report))) is not None:
+        finite = finite[: -1 if finite[-1] == jump.step else None]
+    return max(finite or report.good_steps, default=None)
 
 
 def _find_finite(report: Report) -> list[int]:

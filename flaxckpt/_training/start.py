@@ -202,7 +202,8 @@ def check(
             raise errors.CheckpointExistsError(
                 f"{directory} has steps up to {latest} of an earlier run, and this run"
                 f" is at {step}: continue the earlier run with restore_or_init, or"
-                " choose another directory"
+                " choose another directory. To go back to an earlier step, delete those"
+                " after it first"
             )
         return latest or 0
     if step < begun:

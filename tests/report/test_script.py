@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -291,7 +292,7 @@ def test_widely_spread_values_start_on_log_axis(show, tmp_path):  # noqa: F811
     assert pixels(opened, "[data-metric=loss] canvas") != wide
 
 
-def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
+def test_actions_apply_to_chosen_step(show, report, tmp_path):  # noqa: F811
     opened = show(report)
     opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
 
@@ -309,9 +310,13 @@ def test_actions_apply_to_chosen_step(show, report):  # noqa: F811
     code = copy("Resume from here")
     opened.page.hover("menu.actions button:text-is('Resume from here')")
     assert tip(opened) == code
-    state = {}
-    exec(f"import flaxckpt\n{code}", state | {"state": None}, state)
-    assert int(state["state"].step) == 50
+    copied = tmp_path / "run"
+    shutil.copytree(report.path, copied)
+    code = code.replace(repr(str(report.path)), repr(str(copied)))
+    exec(f"import flaxckpt\n{code}", {})
+    assert flaxckpt.Checkpointer(copied).latest_step() == 50
+    assert int(flaxckpt.Checkpointer(copied).restore().step) == 50
+    assert "source_step=50" in copy("Fine-tune from here")
     assert copy("Compare") == f"flaxckpt diff {report.path} 50 80"
     opened.page.click("#steps tr[data-step='30'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 30, deleted"]
