@@ -85,7 +85,9 @@ class StepIndexed(Generic[Batch]):
         if not _is_index(index):
             raise errors.DatasetStateError(
                 "the state of a StepIndexed must be {'next_index': n}, where n is a"
-                f" whole number from 0, got {state!r:.80}"
+                f" whole number from 0, got {errors.printable(f'{state!r:.80}')}\n"
+                "Pass an iterator of the kind that was saved, or dataset=None to start"
+                " the data from the beginning."
             )
         self._next = int(index)
 

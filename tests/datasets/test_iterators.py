@@ -140,8 +140,9 @@ def test_step_indexed_accepts_only_whole_numbers(index):
     with pytest.raises(errors.OptionError, match="start must be"):
         StepIndexed(lambda i: i, start=index)
     for state in ({}, 3, None, [("next_index", 3)]):
-        with pytest.raises(errors.DatasetStateError, match="next_index"):
+        with pytest.raises(errors.DatasetStateError, match="next_index") as info:
             batches.set_state(state)
+        assert "or dataset=None" in str(info.value)
     assert next(batches) == 0
     batches.set_state({"next_index": np.int64(3)})
     assert next(batches) == 3
