@@ -782,7 +782,7 @@
       if (view.open.has(name)) this.toggle();
     }
 
-    // A cell reaches from the save before to its own.
+    // A cell lies around its save, halfway to those beside it.
     draw() {
       const [context, width] = this.begin();
       const { x, first } = data.layers;
@@ -790,16 +790,17 @@
       x.forEach((step, n) => {
         if (!isShown(step)) return;
         context.fillStyle = heat(this.cells[n]);
-        const left = Math.round(Math.max(this.left(width), place(x[n - 1] ?? first)));
-        context.fillRect(left, 0, Math.round(place(step)) - left, this.height);
+        const [left, right] = [x[n - 1] ?? first, x[n + 1] ?? step].map((other) => (
+          Math.round(Math.max(this.left(width), place((step + other) / 2)))));
+        context.fillRect(left, 0, right - left, this.height);
       });
       if (!this.ridges.hidden) this.drawRidges();
     }
 
     tip(x) {
       const step = this.stepAt(x, shownRange());
-      const n = data.layers.x.findIndex((each) => each >= step);
-      if (n < 0) return;
+      const { x: steps } = data.layers;
+      const n = steps.findIndex((each, at) => (each + (steps[at + 1] ?? Infinity)) / 2 >= step);
       this.canvas.dataset.tip = `${this.name}, step ${whole(data.layers.x[n])}\n${changeOf(this.cells[n])}`;
       showStep(data.layers.x[n]);
     }
