@@ -320,7 +320,8 @@ class PartTier:
                 candidates.append((step, far))
                 continue
             path = self._root / self._format.name(step)
-            earlier = self._earlier(path)
+            # Nothing is read from here on: a process that failed now would fail alone.
+            earlier = _others(paths, path)
             sources = Sources(
                 path, step, save, self._own, self._peers, holders, far, earlier
             )
@@ -329,11 +330,6 @@ class PartTier:
         for path, (best, *_) in self._next_sources.items():
             self._sources[path] = best
         return candidates, lost
-
-    def _earlier(self, path: Path) -> list[Path]:
-        """Returns the other steps of this process, newest first."""
-        paths = self._index.paths()
-        return [paths[n] for n in sorted(paths, reverse=True) if paths[n] != path]
 
     def _mend(self, held: Sequence[Mapping[int, Held]]) -> None:
         """Copies the metadata of steps here whose marker of parts is damaged."""
@@ -475,13 +471,18 @@ class PartTier:
         """Returns where the parts of a step are, of which this process has one."""
         if (save := parts.identify(path)) is None:
             raise FileNotFoundError(f"{path} was deleted")
-        earlier = self._earlier(path)
+        earlier = _others(self._index.paths(), path)
         return Sources(path, step, save, self._own, self._peers, holders, None, earlier)
 
     @property
     def copies(self) -> int:
         """Number of copies that each part gets at other processes."""
         return min(map(len, self._keepers), default=0)
+
+
+def _others(paths: Mapping[int, Path], path: Path) -> list[Path]:
+    """Returns the other steps of `paths`, newest first."""
+    return [paths[n] for n in sorted(paths, reverse=True) if paths[n] != path]
 
 
 def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:
