@@ -129,7 +129,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_HEAD(self) -> None:
-        """Sends text for each file that differs for other files and contents."""
+        """Sends the identities of files: the same only for links to one file."""
         if not self._is_allowed():
             return
         found: list[str | None] = []
@@ -152,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return False
 
     def _names(self) -> Sequence[str]:
-        """Returns the names of small files in a request; none for a large file."""
+        """Returns the names in the query of a request."""
         _, _, query = self.path.partition("?")
         return urllib.parse.parse_qs(query, True).get("name", ())
 
@@ -344,7 +344,7 @@ class PeerConnection:
 
 
 def _queries(names: Iterable[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields queries for some names at a time, and these names."""
+    """Yields queries for a few names at a time, and these names."""
     rest = [*names]
     while rest:
         some, rest = rest[:_NAMES_AT_ONCE], rest[_NAMES_AT_ONCE:]

@@ -137,7 +137,7 @@ def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:
 
 
 class _Choice(click.Choice[str]):
-    """One of some words."""
+    """A word of a list."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -61,7 +61,7 @@ class Copier:
         self._ended: _util.threads.Latch | None = None
 
     def begin(self, task: CopyTask) -> None:
-        """Begins a task, at low priority until `wait`."""
+        """Begins to copy the parts of a step, at low priority until `wait`."""
         with self._guard.get():
             self._waiting.append((task, Pace()))
             if self._ended is not None:
