@@ -102,7 +102,7 @@ def _check_places(item: Path, rows: Sequence[TreeMetadataRow]) -> None:
 
 
 def _rank(key: _state.tree.Key) -> tuple[str, int]:
-    return ("", int(key.name)) if key.kind == "index" else (str(key.name), 0)
+    return ("", int(str(key.name))) if key.kind == "index" else (str(key.name), 0)
 
 
 def _prng_impls(item: Path) -> dict[str, str]:

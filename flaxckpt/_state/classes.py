@@ -20,6 +20,7 @@ import jax
 
 from flaxckpt import _util, errors
 from flaxckpt._state import flax_state, leaf_types, treedef
+from flaxckpt._state.tree import KeyName
 from flaxckpt._state.treedef import Build, Resolve
 from flaxckpt._types import JSON
 
@@ -87,7 +88,7 @@ def resolve(type_name: str) -> Build | None:
 def _lenient_builder(cls: Any, exact: Build | None) -> Build | None:
     """Returns a builder of `cls` that returns a dict if the fields have changed."""
 
-    def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+    def build(children: dict[KeyName, Any], static: Mapping[str, JSON]) -> Any:
         assert exact is not None
         try:
             return exact(children, static)
@@ -102,7 +103,7 @@ def _own_builder(cls: Any) -> Build:
     """Returns a builder of one of the caller's classes, which jax may rebuild."""
     exact = _exact_builder(cls)
 
-    def build(children: dict[str | int, Any], static: Mapping[str, JSON]) -> Any:
+    def build(children: dict[KeyName, Any], static: Mapping[str, JSON]) -> Any:
         if treedef.AUX in static:
             aux = treedef.aux_from_json(static[treedef.AUX])
             return _unflatten(cls, aux, list(children.values()))
@@ -141,7 +142,7 @@ def _exact_builder(cls: Any) -> Build | None:
     return None
 
 
-def _by_field_name(children: Mapping[str | int, Any]) -> dict[str, Any]:
+def _by_field_name(children: Mapping[KeyName, Any]) -> dict[str, Any]:
     return {str(name): child for name, child in children.items()}
 
 
@@ -176,7 +177,7 @@ def _dataclass(
     cls: Any,
     takes_fields: bool,
     warned: set[str],
-    children: Mapping[str | int, Any],
+    children: Mapping[KeyName, Any],
     static: Mapping[str, JSON],
 ) -> Any:
     """Builds an instance; fields that were not saved have their defaults, or None.

@@ -134,8 +134,8 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     which wrap a single value, are absent from leaf paths.
 
     Raises:
-        LeafNameError: Two leaves have the same path, a key is neither str nor int, or
-            containers are nested too deep.
+        LeafNameError: Two leaves have the same path, a key is neither str, int nor a
+            tuple of them, or containers are nested too deep.
         UnsupportedLeafError: Static fields take too much text.
     """
     leaves: dict[LeafPath, TreeLeaf] = {}
@@ -158,7 +158,8 @@ def walk(
     structure = _visit(walker, tree, (), "", 0)
     if walker.faults:
         raise errors.LeafNameError(
-            walker.faults, "Use str or int keys that differ when written as text."
+            walker.faults,
+            "Use str or int keys, or tuples of them, that differ when written as text.",
         )
     return structure
 
@@ -213,16 +214,12 @@ def _visit(
     else:
         children = []
         for key, child in zip(parts.keys, parts.children, strict=True):
-            name = key.name
-            if type(name) is not str and type(name) is not int:
-                fault = f"has the key {name!r} of type {type(name).__name__}"
+            if type(key.name) is not str and (
+                fault := state_tree.find_key_fault(key.name)
+            ):
                 walker.faults[path or "(root)"] = fault
                 continue
-            if type(name) is int and not -(2**63) <= name < 2**63:
-                fault = "has an int key of more than 64 bits"
-                walker.faults[path or "(root)"] = fault
-                continue
-            name = state_tree.escape(str(name))
+            name = state_tree.escape(str(key.name))
             inner = f"{path}/{name}" if keys else name
             children.append(_visit(walker, child, (*keys, key), inner, depth + 1))
     return Node(
@@ -363,7 +360,7 @@ def _name(cls: type) -> str:
 
 
 def _static_fields(
-    value: Any, children: set[str | int], aux: Any, is_box: bool
+    value: Any, children: set[state_tree.KeyName], aux: Any, is_box: bool
 ) -> dict[str, JSON]:
     """Returns what JSON can hold of a container's data that are no leaves.
 

@@ -17,6 +17,10 @@ MAX_DEPTH = 64
 """Deepest nesting of containers that is saved or read; real states stay below 20."""
 
 
+KeyName: TypeAlias = "str | int | tuple[str | int, ...]"
+"""What names a child: `nnx.SpectralNorm` has dictionaries with tuples as keys."""
+
+
 class Key(NamedTuple):
     """A key in the path of a leaf.
 
@@ -25,7 +29,7 @@ class Key(NamedTuple):
         kind: `key` of a mapping, `attr` of an object, `index` of a sequence.
     """
 
-    name: str | int
+    name: KeyName
     kind: Literal["key", "attr", "index"]
 
 
@@ -65,6 +69,16 @@ class TreeLeaf(NamedTuple):
     keys: tuple[Key, ...]
     value: Any
     is_empty: bool
+
+
+def find_key_fault(name: object) -> str | None:
+    """Returns what is wrong with the name of a key; None if it can be stored."""
+    parts = name if type(name) is tuple else (name,)
+    if not all(type(part) is str or type(part) is int for part in parts):
+        return f"has the key {name!r} of type {type(name).__name__}"
+    if any(type(part) is int and not -(2**63) <= part < 2**63 for part in parts):
+        return "has an int key of more than 64 bits"
+    return None
 
 
 def join(keys: Sequence[Key]) -> LeafPath:
@@ -286,7 +300,7 @@ def plain_structure(
 
 def plain_node(
     kind: Literal["dict", "list"],
-    names: Iterable[str | int],
+    names: Iterable[KeyName],
     children: tuple[Node | LeafPath, ...],
 ) -> Node:
     """Returns a dict or a list."""

@@ -15,7 +15,7 @@ from flaxckpt import _util
 from flaxckpt._state import leaf_types, tree
 from flaxckpt._types import JSON, LeafPath
 
-Build: TypeAlias = Callable[[dict[str | int, Any], Mapping[str, JSON]], Any]
+Build: TypeAlias = Callable[[dict[tree.KeyName, Any], Mapping[str, JSON]], Any]
 """Builds a container from named children and static fields."""
 
 Resolve: TypeAlias = Callable[[str], Build | leaf_types.LeafType | None]
@@ -30,8 +30,8 @@ def to_json(structure: tree.Node | LeafPath) -> JSON:
     """Describes `structure` in JSON; `from_json` is the inverse.
 
     A leaf is its path as a string. A container is `[type, keys, children]`, with any
-    static fields as a fourth element; an `int` key of a mapping stays an `int`. A box
-    has `null` instead of keys.
+    static fields as a fourth element; an `int` key of a mapping stays an `int`, and a
+    tuple is a list. A box has `null` instead of keys.
     """
     if isinstance(structure, str):
         return structure
@@ -77,7 +77,7 @@ _MAX_AUX_DEPTH = 32
 _TAGS: Mapping[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 
-def has_fields(cls: type, children: Collection[str | int]) -> bool:
+def has_fields(cls: type, children: Collection[tree.KeyName]) -> bool:
     if not dataclasses.is_dataclass(cls):
         return False
     return {*children} <= {field.name for field in dataclasses.fields(cls)}
@@ -128,7 +128,7 @@ def _described_node(
     unknown: set[str],
 ) -> tree.Node:
     is_box = keys is None
-    names: list[str | int] = ["value"] if is_box else _names(type_name, keys)
+    names: list[tree.KeyName] = ["value"] if is_box else _names(type_name, keys)
     if len(names) != len(children):
         raise ValueError(f"{type_name} has {len(names)} keys, {len(children)} children")
     rebuild = tree.MAKERS.get(type_name)
@@ -154,14 +154,16 @@ def _described_node(
     )
 
 
-def _names(type_name: str, keys: JSON) -> list[str | int]:
+def _names(type_name: str, keys: JSON) -> list[tree.KeyName]:
     if not isinstance(keys, list):
         raise ValueError(f"{type_name} has keys {str(keys)[:80]!r}")
-    names: list[str | int] = []
+    names: list[tree.KeyName] = []
     for key in keys:
-        if not isinstance(key, str | int):
+        name = tuple(key) if isinstance(key, list) else key
+        parts = name if isinstance(name, tuple) else (name,)
+        if not all(isinstance(part, str | int) for part in parts):
             raise ValueError(f"{type_name} has the key {str(key)[:80]!r}")
-        names.append(key)
+        names.append(name)
     return names
 
 
@@ -174,7 +176,7 @@ def _rebuild(
     return build(tree.make_dict(keys, children), static)
 
 
-def _plain(names: list[str | int], is_box: bool) -> tree.Rebuild:
+def _plain(names: list[tree.KeyName], is_box: bool) -> tree.Rebuild:
     if is_box:
         return lambda _, new: new[0]
     if names and names == list(range(len(names))):

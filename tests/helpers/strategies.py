@@ -33,10 +33,11 @@ leaves = st.one_of(arrays, numbers, st.text(), st.none())
 
 
 def containers(children):
-    """Returns a strategy of dicts with str or int keys, lists and tuples."""
+    """Returns a strategy of dicts with str, int or tuple keys, lists and tuples."""
     return st.one_of(
         st.dictionaries(names, children, max_size=4),
         st.dictionaries(st.integers(0, 20), children, max_size=4),
+        st.dictionaries(st.tuples(names, st.integers(0, 9)), children, max_size=4),
         st.lists(children, max_size=4),
         st.lists(children, max_size=4).map(tuple),
     )

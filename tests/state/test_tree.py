@@ -61,7 +61,16 @@ def test_load_keeps_dict_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tree", [{1: 0, "1": 0}, {(1, 2): 0}, {True: 0}, {"a": {1.5: 0}}]
+    "tree",
+    [
+        {1: 0, "1": 0},
+        {("a", 1): 0, "('a', 1)": 0},
+        {(1, True): 0},
+        {(1, (2, 3)): 0},
+        {(1, 2**63): 0},
+        {True: 0},
+        {"a": {1.5: 0}},
+    ],
 )
 def test_rejects_keys_indistinguishable_on_disk(tree):
     with pytest.raises(errors.LeafNameError):
@@ -87,6 +96,8 @@ def test_reports_unknown_class_and_replaces_it_by_dict(tmp_path, caplog):
         ["dict", ["a"], []],
         ["dict", "ab", ["a", "b"]],
         ["dict", [1.5], ["a"]],
+        ["dict", [["a", 1.5]], ["a"]],
+        ["dict", [[["a"]]], ["a"]],
         ["dict", ["a"], ["a"], []],
         ["dict", ["a"], ["a"], {}, {}],
         [3, ["a"], ["a"]],

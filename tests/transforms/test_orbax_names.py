@@ -28,7 +28,7 @@ BOXES = (nnx.Variable, linen.Partitioned)
 
 
 class Model(nnx.Module):
-    """Variables of several classes: also of a tree, of None, of random keys."""
+    """Variables of several classes; of a tree, of None, of random keys; tuple keys."""
 
     def __init__(self, rngs):
         self.dense = nnx.Linear(4, 3, rngs=rngs)
@@ -37,6 +37,7 @@ class Model(nnx.Module):
         self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
         self.quantized = nnx.Param({"q": jnp.arange(4), "scale": jnp.ones(2)})
         self.bias = nnx.Param(None)
+        self.spectral = nnx.SpectralNorm(nnx.Linear(3, 3, rngs=rngs), rngs=rngs)
 
 
 class Plain(nnx.Module):
