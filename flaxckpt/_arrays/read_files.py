@@ -8,7 +8,6 @@ Values of another type than the wanted are cast while they are read.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import errno
@@ -20,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import numpy as np
 
 from flaxckpt import _state, _storage, _util
 from flaxckpt._arrays import read_plan
 from flaxckpt._arrays.read_plan import ChunkForm, ReadJob, Span
 from flaxckpt._types import Shape
-from flaxckpt._zarr import chunk_file
+from flaxckpt._zarr import checksums, chunk_file
 from flaxckpt._zarr import metadata as zarr_metadata
 from flaxckpt._zarr import ocdbt as zarr_ocdbt
 from flaxckpt._zarr.btree import Place, Value
@@ -133,7 +133,7 @@ class Database:
         self._sizes = sizes
         self._checked: set[str] = set()
         self._requested: dict[str, Place] = {}
-        self._uses: collections.Counter[str] = collections.Counter()
+        self._uses: dict[str, int] = {}
         self._read: dict[str, bytes | Exception] = {}
 
     def find(self, key: str) -> Value:
@@ -192,7 +192,7 @@ class Database:
             raise ValueError(f"{key} has {found.size} bytes instead of {max_bytes}")
         else:
             self._requested[key] = found
-        self._uses[key] += 1
+        self._uses[key] = self._uses.get(key, 0) + 1
 
     def reading(self) -> Reading:
         """Returns a reading with the tasks that read the requested values."""
@@ -424,6 +424,12 @@ def _block(
     )
 
 
+def _recorded(raw: RawArray, form: ChunkForm, bounds: Region) -> int | None:
+    """Returns the recorded checksum of the chunk at the start of `bounds`."""
+    recorded = raw.checksums
+    return recorded and recorded.number(recorded.place(bounds, form.chunk_shape))
+
+
 def _map(form: ChunkForm, blocks: Sequence[Block]) -> Bytes | None:
     """Maps chunks contiguously; returns None if not possible."""
     if form.chunk_bytes < chunk_file.MAPPED_FROM or not form.is_run(len(blocks)):
@@ -510,16 +516,19 @@ def from_database(
             form.check_metadata(database.value(metadata))
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
         for key, places in needs.items():
-            content = np.frombuffer(database.value(names[key]), np.uint8)
+            content = database.value(names[key])
             if (size := len(content)) != form.stored_bytes:
                 raise ValueError(
                     f"{names[key]} has {size} bytes instead of {form.stored_bytes}"
                 )
-            values, tail = content[: form.chunk_bytes], content[form.chunk_bytes :]
+            values = np.frombuffer(content, np.uint8, form.chunk_bytes)
             if verify and form.encoding.checksum:
-                chunk = zarr_metadata.Chunk(key, places[0][1])
-                block = _block(raw, form, chunk, raw.root, 0)
-                chunk_file.check(block, [values.data], tail.tobytes())
+                checksums.check_whole(
+                    key,
+                    crc32c.crc32c(values.data),
+                    content[form.chunk_bytes :],
+                    _recorded(raw, form, places[0][1]),
+                )
             for region, bounds in places:
                 parts[region].append((bounds, form.values(values, bounds)))
         found: dict[Region, Array] = {}

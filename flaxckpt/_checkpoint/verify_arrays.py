@@ -315,11 +315,7 @@ class _Content:
         _check_size(name, self._size, chunk.size)
         if not self._has_checksum:
             return
-        if self._tail != self._value.to_bytes(_CHECKSUM_BYTES, "little"):
-            raise ValueError(
-                f"{name} has changed since it was written: its CRC-32C differs"
-            )
-        _zarr.checksums.check_place(name, self._value, chunk.recorded)
+        _zarr.checksums.check_whole(name, self._value, self._tail, chunk.recorded)
 
 
 def _check_size(name: str, size: int, wanted: int) -> None:

@@ -72,6 +72,18 @@ class ChunkChecksums(NamedTuple):
         return number
 
 
+def check_whole(name: str, found: int, tail: bytes, recorded: int | None) -> None:
+    """Raises ValueError if a chunk has changed since it was written, or is another.
+
+    `found` is the CRC-32C of its content, and `tail` the checksum after it.
+    """
+    if tail != found.to_bytes(CHECKSUM_BYTES, "little"):
+        raise ValueError(
+            f"{name} has changed since it was written: its CRC-32C differs"
+        )
+    check_place(name, found, recorded)
+
+
 def check_place(name: str, found: int, recorded: int | None) -> None:
     """Raises ValueError if an intact chunk is not the recorded one."""
     if recorded is not None and found != recorded:

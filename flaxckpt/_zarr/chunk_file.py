@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import crc32c
 import numpy as np
 
 from flaxckpt import _storage
@@ -336,21 +337,22 @@ def check(
     name = block.key or block.path.name
     size = sum([part.nbytes for part in parts])
     if size == block.size:  # its own checksum covers all segments
-        first, recorded, nbytes = 0, [int.from_bytes(tail, "little")], block.size
-    else:
-        first, nbytes = start // block.segment_bytes, block.segment_bytes
-        recorded = [*block.checksums[first : -(-(start + size) // nbytes)]]
-        recorded += [int.from_bytes(tail, "little")] * bool(tail)
+        checksum = 0
+        for part in parts:
+            checksum = crc32c.crc32c(part, checksum)
+        chunk_checksums.check_whole(name, checksum, tail, block.recorded)
+        return
+    first, nbytes = start // block.segment_bytes, block.segment_bytes
+    recorded = [*block.checksums[first : -(-(start + size) // nbytes)]]
+    recorded += [int.from_bytes(tail, "little")] * bool(tail)
     found = chunk_checksums.running_checksums(
-        parts, nbytes or sys.maxsize, block.checksums[first - 1] if first else 0
+        parts, nbytes, block.checksums[first - 1] if first else 0
     )
     for n, (actual, wanted) in enumerate(zip(found, recorded, strict=True), first):
         if actual != wanted:
-            where = f" in bytes {n * nbytes} to {min((n + 1) * nbytes, block.size)}"
             raise ValueError(
-                f"{name} has changed since it was written"
-                f"{where if size < block.size else ''}: its CRC-32C is"
-                f" {actual:08x} instead of {wanted:08x}"
+                f"{name} has changed since it was written: the CRC-32C of bytes"
+                f" {n * nbytes} to {min((n + 1) * nbytes, block.size)} differs"
             )
     if tail:
         chunk_checksums.check_place(name, found[-1], block.recorded)

@@ -342,7 +342,7 @@ def test_verifies_part_of_leaf_in_database_by_segments(tmp_path):
     raw, info = saved(tmp_path / "c")
     regions = [((0, 8), (0, KIB))]
     check_values(read(raw, info, regions), array, regions)
-    with pytest.raises(ValueError, match="has changed since it was written in bytes"):
+    with pytest.raises(ValueError, match="written: the CRC-32C of bytes"):
         read(raw, info, [((1530, 1540), (0, KIB))])
     assert flaxckpt.verify(tmp_path / "c").places == {"w": "state/d/0.0/w -> w"}
 
