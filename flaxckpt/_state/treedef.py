@@ -159,11 +159,12 @@ def _names(type_name: str, keys: JSON) -> list[tree.KeyName]:
         raise ValueError(f"{type_name} has keys {str(keys)[:80]!r}")
     names: list[tree.KeyName] = []
     for key in keys:
-        name = tuple(key) if isinstance(key, list) else key
-        parts = name if isinstance(name, tuple) else (name,)
-        if not all(isinstance(part, str | int) for part in parts):
+        if isinstance(key, list) and all(isinstance(part, str | int) for part in key):
+            names.append(tuple(key))
+        elif isinstance(key, str | int):
+            names.append(key)
+        else:
             raise ValueError(f"{type_name} has the key {str(key)[:80]!r}")
-        names.append(name)
     return names
 
 
