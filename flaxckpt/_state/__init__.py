@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         numpy_dtypes,
         optax_containers,
         optimizer_roles,
-        optimizer_specs,
         tree,
         treedef,
     )

@@ -147,7 +147,7 @@ def _by_field_name(children: Mapping[KeyName, Any]) -> dict[str, Any]:
 
 
 def _variable(cls: Any, value: Any, metadata: Mapping[str, JSON]) -> Any:
-    fields = {name: flax_state.to_tuples(field) for name, field in metadata.items()}
+    fields = {name: to_tuples(field) for name, field in metadata.items()}
     # The mesh of the saved variable may not exist in this process.
     variable = cls(value, **{**fields, "eager_sharding": False})
     variable.set_metadata(eager_sharding=metadata.get("eager_sharding", False))
@@ -189,7 +189,7 @@ def _dataclass(
     if not treedef.has_fields(cls, [*children, *static]):
         raise ValueError("its fields have changed")
     fields: dict[str, Any] = {
-        **{name: flax_state.to_tuples(value) for name, value in static.items()},
+        **{name: to_tuples(value) for name, value in static.items()},
         **_by_field_name(children),
     }
     missing = dataclasses.MISSING
@@ -220,3 +220,8 @@ def _dataclass(
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
     return instance
+
+
+def to_tuples(value: Any) -> Any:
+    """Converts JSON lists back to tuples, recursively."""
+    return tuple(map(to_tuples, value)) if isinstance(value, list | tuple) else value

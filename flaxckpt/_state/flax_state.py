@@ -18,8 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 from flax import linen
 from flax.core import meta
-from flax.linen import spmd
-from jax.sharding import PartitionSpec
 
 from flaxckpt import _util, errors
 from flaxckpt._state import bits as state_bits
@@ -662,75 +660,6 @@ def _leaf_paths(
         )
         for path in (*repeated, *repeated.values())
     }
-
-
-# ---- axis names of the model ----------------------------------------------------
-
-
-class AxisNames(NamedTuple):
-    """The axis names of a parameter, from the model.
-
-    Attributes:
-        names: A name for each axis; None for an axis that is never split.
-        rules: The parameter's own rules from logical names to mesh axes.
-        are_logical: True if rules must map the names to mesh axes.
-    """
-
-    names: tuple[Any, ...]
-    rules: tuple[tuple[str, Any], ...]
-    are_logical: bool
-
-
-def axis_names(structure: state_tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
-    """Returns the axis names from linen's boxes and NNX metadata, by leaf path."""
-    names: dict[LeafPath, AxisNames] = {}
-    _collect_axis_names(structure, names)
-    return names
-
-
-def _collect_axis_names(
-    node: state_tree.Node | LeafPath, collected: dict[LeafPath, AxisNames]
-) -> None:
-    if isinstance(node, str):
-        return
-    for child in node.children:
-        _collect_axis_names(child, collected)
-        if node.is_box and isinstance(child, str):
-            static = node.static
-            names = static.get("names") or static.get("out_sharding")
-            names = names or static.get("sharding_names")  # before flax 0.12.4
-            rules = static.get("rules") or static.get("sharding_rules") or ()
-            if isinstance(names, list | tuple):
-                collected[child] = AxisNames(
-                    to_tuples(names),
-                    to_tuples(rules),
-                    node.type.endswith(":LogicallyPartitioned") or bool(rules),
-                )
-
-
-def to_tuples(value: Any) -> Any:
-    """Converts JSON lists back to tuples, recursively."""
-    return tuple(map(to_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-def mesh_spec(axes: AxisNames, rules: Sequence[tuple[str, Any]]) -> PartitionSpec:
-    """Returns the partition spec of `axes` under the logical `rules`.
-
-    A name without a rule is not split if logical; otherwise it is a mesh axis.
-    """
-    all_rules = (*rules, *axes.rules)
-    if not all_rules and not axes.are_logical:
-        return PartitionSpec(*axes.names)
-    mentioned = {logical for logical, _ in all_rules}
-    spec = spmd.logical_to_mesh_axes(axes.names, all_rules) or ()
-    return PartitionSpec(
-        *(
-            name
-            if part is None and not axes.are_logical and name not in mentioned
-            else part
-            for name, part in zip(axes.names, spec, strict=True)
-        )
-    )
 
 
 def eval_shape(init: Callable[..., PyTree], *args: Any) -> PyTree:

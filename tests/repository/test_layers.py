@@ -45,7 +45,7 @@ DOORS: dict[str, set[str]] = {
         "_arrays",
         "_formats",
     },
-    "flax": {"_state.flax_state"},
+    "flax": {"_state.flax_state", "partition._axis_names"},
     "optax": set(),
     "keras": {"integrations"},
     "tensorboard": {"integrations"},

@@ -10,20 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxckpt._state import flatten, tree
+from flaxckpt import _state
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import LeafPath, PyTree, Shape
 
 Spec: TypeAlias = PartitionSpec
-Keys: TypeAlias = tuple[tree.Key, ...]
+Keys: TypeAlias = tuple[_state.tree.Key, ...]
 Rule: TypeAlias = Literal["types", "suffix", "small", "replicated"]
 
 _SMALL = 64
 """Leaves with fewer elements are replicated without a warning."""
 
 
-class Param(NamedTuple):
+class _Param(NamedTuple):
     """A parameter, with the properties that affect its optimizer state."""
 
     keys: Keys
@@ -43,45 +44,78 @@ class Derived(NamedTuple):
     rule: Rule
 
 
-def derive_specs(
-    leaves: Mapping[LeafPath, tuple[Keys, Shape]],
-    params: Sequence[Param],
-    *,
-    by_types: Mapping[LeafPath, Spec | None],
+def derive(
+    state: PyTree,
+    infos: Mapping[LeafPath, LeafInfo],
+    optimizer: set[LeafPath],
+    specs: Mapping[LeafPath, Spec],
+    mesh: Mesh | AbstractMesh,
 ) -> dict[LeafPath, Derived]:
-    """Derives the partition spec of every leaf of an optimizer state.
+    """Returns the spec of each leaf of `optimizer`, and the rule that derived the spec.
 
-    `leaves` are the keys and shapes of the optimizer's leaves; `by_types` has the specs
-    that `specs_by_types` has found, by leaf path.
+    `specs` are those of the other leaves of the state.
     """
+    by_types: dict[LeafPath, Spec | None] = {}
+    params: list[_Param] = []
+    for part in _state.flax_state.optimizers(state):
+        entries = _state.flax_state.flatten_plain(part.params).leaves
+        paths = {
+            path: _state.tree.join((*part.params_keys, *entry.keys))
+            for path, entry in entries.items()
+            if not entry.is_empty
+        }
+        if not all(whole in specs for whole in paths.values()):
+            continue
+        inside = {path: specs[whole] for path, whole in paths.items()}
+        params += [
+            _Param(entries[path].keys, infos[whole].shape, specs[whole])
+            for path, whole in paths.items()
+        ]
+        by_types |= {
+            _state.tree.join((*part.state_keys, *keys)): spec
+            for keys, spec in _specs_by_types(
+                part.init, part.params, inside, mesh
+            ).items()
+        }
+    if not params:
+        # Without an optimizer to call, treat all other leaves as parameters, with and
+        # without the first key of their path.
+        params = [
+            _Param(keys, infos[path].shape, spec)
+            for path, spec in specs.items()
+            for keys in (infos[path].keys, infos[path].keys[1:])
+        ]
     suffixes = _Suffixes(params)
-    derived = {}
-    for path, (keys, shape) in leaves.items():
-        param = suffixes.find(keys)
-        by_suffix = None if param is None else _adapt_spec(param, shape)
-        typed = by_types.get(path)
-        if not shape or all(size == 1 for size in shape):
-            derived[path] = Derived(PartitionSpec(), "small")
-        elif typed is not None and (
-            any(part is not None for part in typed)
-            or (param is not None and by_suffix is None)
-        ):
-            derived[path] = Derived(typed, "types")
-        elif by_suffix is not None:
-            # Zeros created from a shape lack the sharding, but have the path.
-            derived[path] = Derived(by_suffix, "suffix")
-        else:
-            rule: Rule = "small" if math.prod(shape) < _SMALL else "replicated"
-            derived[path] = Derived(PartitionSpec(), rule)
-    return derived
+    return {
+        path: _derive(
+            infos[path].shape, suffixes.find(infos[path].keys), by_types.get(path)
+        )
+        for path in optimizer
+    }
 
 
-def specs_by_types(
+def _derive(shape: Shape, param: _Param | None, typed: Spec | None) -> Derived:
+    """Derives the spec of a leaf from its parameter and from jax, if known."""
+    by_suffix = None if param is None else _adapt_spec(param, shape)
+    if not shape or all(size == 1 for size in shape):
+        return Derived(PartitionSpec(), "small")
+    if typed is not None and (
+        any(part is not None for part in typed)
+        or (param is not None and by_suffix is None)
+    ):
+        return Derived(typed, "types")
+    if by_suffix is not None:
+        # Zeros created from a shape lack the sharding, but have the path.
+        return Derived(by_suffix, "suffix")
+    is_small = math.prod(shape) < _SMALL
+    return Derived(PartitionSpec(), "small" if is_small else "replicated")
+
+
+def _specs_by_types(
     init: Callable[[PyTree], PyTree],
     params: PyTree,
     specs: Mapping[LeafPath, Spec],
-    axis_sizes: Mapping[str, int],
-    boxes: tuple[type, ...],
+    mesh: Mesh | AbstractMesh,
 ) -> dict[Keys, Spec | None]:
     """Propagates the parameters' shardings through the optimizer's `init` with jax.
 
@@ -93,29 +127,27 @@ def specs_by_types(
     shardings.
     """
     mesh = AbstractMesh(
-        tuple(axis_sizes.values()),
-        tuple(axis_sizes),
-        axis_types=(AxisType.Explicit,) * len(axis_sizes),
+        tuple(mesh.shape.values()),
+        tuple(mesh.shape),
+        axis_types=(AxisType.Explicit,) * len(mesh.shape),
     )
-    flat = flatten.flatten(params, boxes=boxes)
+    flat = _state.flax_state.flatten_plain(params)
+    values = {path: flat.leaves[path].value for path in specs}
     try:
         typed = {
             path: jax.ShapeDtypeStruct(
-                entry.value.shape,
-                entry.value.dtype,
-                sharding=NamedSharding(mesh, specs[path]),
+                value.shape, value.dtype, sharding=NamedSharding(mesh, specs[path])
             )
-            for path, entry in flat.leaves.items()
-            if not entry.is_empty
+            for path, value in values.items()
         }
         with jax.sharding.use_abstract_mesh(mesh):
-            state = jax.eval_shape(init, tree.unflatten(flat.structure, typed))
+            state = jax.eval_shape(init, _state.tree.unflatten(flat.structure, typed))
     except Exception:
         # A user's transform may raise anything; the suffix rule still applies.
         return {}
     return {
         entry.keys: _spec_of(entry.value)
-        for entry in flatten.flatten(state, boxes=boxes).leaves.values()
+        for entry in _state.flax_state.flatten_plain(state).leaves.values()
         if not entry.is_empty
     }
 
@@ -128,11 +160,11 @@ def _spec_of(leaf: Any) -> Spec | None:
 class _Suffixes:
     """Finds the parameter whose path is the end of an optimizer leaf's path."""
 
-    def __init__(self, params: Sequence[Param]) -> None:
+    def __init__(self, params: Sequence[_Param]) -> None:
         self._params = {_names(param.keys): param for param in params}
         self._lengths = sorted({len(names) for names in self._params}, reverse=True)
 
-    def find(self, keys: Keys) -> Param | None:
+    def find(self, keys: Keys) -> _Param | None:
         """Returns the parameter with the longest path at the end of `keys`."""
         names = _names(keys)
         for length in self._lengths:
@@ -147,7 +179,7 @@ def _names(keys: Keys) -> tuple[tuple[str, bool], ...]:
     return tuple((str(key.name), key.kind == "index") for key in keys)
 
 
-def _adapt_spec(param: Param, shape: Shape) -> Spec | None:
+def _adapt_spec(param: _Param, shape: Shape) -> Spec | None:
     """Returns the parameter's spec for a leaf of another shape, None if ambiguous."""
     parts = (*param.spec, *(None,) * (len(param.shape) - len(param.spec)))
     if shape == param.shape:

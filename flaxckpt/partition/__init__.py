@@ -23,6 +23,9 @@ from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._transforms.patterns import compile_pattern
 from flaxckpt._types import LeafPath, PyTree
 from flaxckpt._zarr.array_layout import ArrayLayout, check_layout
+from flaxckpt.partition import _axis_names
+from flaxckpt.partition._axis_names import AxisNames
+from flaxckpt.partition._optimizer_specs import derive as derive
 
 __all__ = ["abstract_state", "parameter_infos"]
 
@@ -221,7 +224,7 @@ def _specs(
         for path, leaf in flat.table.items()
         if leaf.info.python_type == "jax.Array"
     }
-    axis_names = _state.flax_state.axis_names(flat.structure)
+    axis_names = _axis_names.axis_names(flat.structure)
     optimizer = {path for path in infos if path in flat.optimizer_facts}
     faults: dict[LeafPath, str] = {}
     specs: dict[LeafPath, PartitionSpec] = {}
@@ -235,7 +238,7 @@ def _specs(
         if problem := _problem(info, specs[path], mesh):
             faults[path] = problem
     if not faults:
-        specs |= _optimizer_specs(state, infos, optimizer, specs, mesh, compiled)
+        specs |= _choose_optimizer_specs(state, infos, optimizer, specs, mesh, compiled)
     _check_rules(compiled, flat.table, infos, mesh, faults)
     _warn_of_unused(rules, axis_names.values(), mesh)
     return specs
@@ -243,7 +246,7 @@ def _specs(
 
 def _decide(
     info: LeafInfo,
-    axes: _state.flax_state.AxisNames | None,
+    axes: AxisNames | None,
     mesh: AnyMesh,
     rules: Sequence[tuple[str, MeshAxes]],
     leaf_rules: Iterable[_Rule],
@@ -255,7 +258,7 @@ def _decide(
     if matching is not None:
         return matching
     if axes is not None and len(axes.names) == len(info.shape):
-        return _state.flax_state.mesh_spec(axes, rules)
+        return _axis_names.mesh_spec(axes, rules)
     if isinstance(info.sharding, NamedSharding):
         spec = info.sharding.spec
         return spec if _axes_of(spec) <= set(mesh.axis_names) else None
@@ -296,7 +299,7 @@ def _problem(info: LeafInfo, spec: PartitionSpec, mesh: AnyMesh) -> str | None:
     return None
 
 
-def _optimizer_specs(
+def _choose_optimizer_specs(
     state: PyTree,
     infos: Mapping[LeafPath, LeafInfo],
     optimizer: set[LeafPath],
@@ -334,54 +337,6 @@ def _optimizer_specs(
             errors.rows(replicated),
         )
     return chosen
-
-
-def derive(
-    state: PyTree,
-    infos: Mapping[LeafPath, LeafInfo],
-    optimizer: set[LeafPath],
-    specs: Mapping[LeafPath, PartitionSpec],
-    mesh: AnyMesh,
-) -> dict[LeafPath, _state.optimizer_specs.Derived]:
-    """Returns the spec of each optimizer leaf, and the rule that derived the spec."""
-    by_types: dict[LeafPath, PartitionSpec | None] = {}
-    params: list[_state.optimizer_specs.Param] = []
-    for part in _state.flax_state.optimizers(state):
-        entries = _state.flax_state.flatten_plain(part.params).leaves
-        paths = {
-            path: _state.tree.join((*part.params_keys, *entry.keys))
-            for path, entry in entries.items()
-            if not entry.is_empty
-        }
-        if not all(whole in specs for whole in paths.values()):
-            continue
-        params += [
-            _state.optimizer_specs.Param(
-                entries[path].keys, infos[whole].shape, specs[whole]
-            )
-            for path, whole in paths.items()
-        ]
-        typed = _state.optimizer_specs.specs_by_types(
-            part.init,
-            part.params,
-            {path: specs[whole] for path, whole in paths.items()},
-            dict(mesh.shape),
-            _state.flax_state.boxes(),
-        )
-        by_types |= {
-            _state.tree.join((*part.state_keys, *keys)): spec
-            for keys, spec in typed.items()
-        }
-    if not params:
-        # Without an optimizer to call, treat all other leaves as parameters, with and
-        # without the first key of their path.
-        params = [
-            _state.optimizer_specs.Param(keys, infos[path].shape, spec)
-            for path, spec in specs.items()
-            for keys in (infos[path].keys, infos[path].keys[1:])
-        ]
-    leaves = {path: (infos[path].keys, infos[path].shape) for path in optimizer}
-    return _state.optimizer_specs.derive_specs(leaves, params, by_types=by_types)
 
 
 def _check_rules(
@@ -428,7 +383,7 @@ def _list_axes(name: str, axes: Iterable[str]) -> str:
 
 def _warn_of_unused(
     rules: Sequence[tuple[str, MeshAxes]],
-    axis_names: Iterable[_state.flax_state.AxisNames],
+    axis_names: Iterable[AxisNames],
     mesh: AnyMesh,
 ) -> None:
     """Warns of rules on logical axes that look like mistakes.
