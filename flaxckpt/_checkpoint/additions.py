@@ -120,7 +120,7 @@ class _Places:
         at = "/".join(parts)
         if not any(_state.tree.is_inside(at, above) for above in objects):
             return _Place(at, "lacking" if node.is_open else "none", node)
-        empty = _state.flax_state.empty_attribute(objects, path)
+        empty = _state.nnx_objects.empty_attribute(objects, path)
         if empty is None:
             return _Place(at, "none", None)
         attribute, value = empty
@@ -234,7 +234,7 @@ def grow(
         for _, node in _state.tree.containers(new):
             if node.type in stored.unknown_types:
                 unknown[place] = node.type
-        if _state.flax_state.empty_attribute(flat.objects, place) and (
+        if _state.nnx_objects.empty_attribute(flat.objects, place) and (
             _state.tree.node_at(flat.structure, place) is None
         ):
             attributes[place] = new

@@ -650,7 +650,7 @@ def _failed_build_reported(path: str) -> Iterator[None]:
         yield
     except _state.leaf_types.UnbuiltLeavesError as error:
         raise restore_errors.make_unbuilt_error(path, error) from error
-    except _state.flax_state.UnequalVariablesError as error:
+    except _state.nnx_objects.UnequalVariablesError as error:
         raise restore_errors.make_unequal_error(path, error) from error
 
 

@@ -158,7 +158,7 @@ def make_unbuilt_error(
 
 
 def make_unequal_error(
-    path: str, unequal: _state.flax_state.UnequalVariablesError
+    path: str, unequal: _state.nnx_objects.UnequalVariablesError
 ) -> errors.RestoreMismatchError:
     """Returns the error of NNX variables that are shared, but not equal."""
     problems = [

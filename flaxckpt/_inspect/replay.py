@@ -383,7 +383,7 @@ def _find_state(
     take = _state.flax_state.locate_state(returned, paths)
     if take is not None and by_path(take(returned)).keys() >= paths:
         return lambda _, returned: take(returned)
-    is_object = _state.flax_state.is_object
+    is_object = _state.nnx_objects.is_object
     is_changed = any(map(is_object, jax.tree.leaves(given, is_leaf=is_object)))
     if returned is None or is_changed:
         return lambda given, _: given

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         leaf,
         leaf_types,
         meshes,
+        nnx_objects,
         numpy_dtypes,
         optax_containers,
         optimizer_roles,

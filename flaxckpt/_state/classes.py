@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from flaxckpt import _util, errors
-from flaxckpt._state import flax_state, leaf_types, treedef
+from flaxckpt._state import leaf_types, nnx_objects, treedef
 from flaxckpt._state.tree import KeyName
 from flaxckpt._state.treedef import Build, Resolve
 from flaxckpt._types import JSON
@@ -128,7 +128,7 @@ def _unflatten(cls: type, aux: Any, children: list[Any]) -> Any:
 
 
 def _exact_builder(cls: Any) -> Build | None:
-    nnx = flax_state.loaded_nnx()
+    nnx = nnx_objects.loaded_nnx()
     if nnx is not None and issubclass(cls, nnx.Variable):
         return lambda children, static: _variable(cls, children["value"], static)
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):

@@ -53,7 +53,7 @@ class KeptState:
         objects: list[Any] = []
         if not _IMMUTABLE.issuperset(map(type, self._leaves)):
             objects = [
-                leaf for leaf in self._leaves if _state.flax_state.is_object(leaf)
+                leaf for leaf in self._leaves if _state.nnx_objects.is_object(leaf)
             ]
         if objects:
             graph = None if before is None else before._graph
@@ -180,7 +180,7 @@ def _flatten(state: PyTree, before: KeptState | None) -> tuple[list[Any], Any]:
         leaves, tree = jax.tree.flatten(state)
         if _are_equal(tree, before._tree):
             return leaves, tree
-    return _state.flax_state.flatten_around_objects(state)
+    return _state.nnx_objects.flatten_around(state)
 
 
 class Trace:
@@ -281,9 +281,9 @@ def is_replaced_whole(state: PyTree) -> bool:
 
 
 def _all_leaves(state: PyTree) -> list[Any]:
-    leaves, _ = _state.flax_state.flatten_around_objects(state)
-    objects = [leaf for leaf in leaves if _state.flax_state.is_object(leaf)]
-    plain = [leaf for leaf in leaves if not _state.flax_state.is_object(leaf)]
+    leaves, _ = _state.nnx_objects.flatten_around(state)
+    objects = [leaf for leaf in leaves if _state.nnx_objects.is_object(leaf)]
+    plain = [leaf for leaf in leaves if not _state.nnx_objects.is_object(leaf)]
     if not objects:
         return plain
     return plain + jax.tree.leaves(object_graph.ObjectGraph(objects).values())

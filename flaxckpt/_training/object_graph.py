@@ -51,14 +51,14 @@ class ObjectGraph:
 
     def _nodes(self) -> dict[tuple[Any, ...], Any]:
         """Returns the objects, and all nodes in them, by path."""
-        nodes = dict(_state.flax_state.loaded_nnx().iter_graph(self._objects))
+        nodes = dict(_state.nnx_objects.loaded_nnx().iter_graph(self._objects))
         nodes[()] = self._objects
         return nodes
 
     @staticmethod
     def _find(nodes: Mapping[tuple[Any, ...], Any]) -> tuple[list[Any], list[_Slot]]:
         """Returns the variables, and the places of arrays outside of variables."""
-        nnx = _state.flax_state.loaded_nnx()
+        nnx = _state.nnx_objects.loaded_nnx()
         variables = [node for node in nodes.values() if isinstance(node, nnx.Variable)]
         slots = [
             _Slot(nodes[path[:-1]], path[-1])
@@ -139,7 +139,7 @@ class _Contents:
 
 def _is_changeable(node: object) -> bool:
     """Returns True for a node, other than a variable, that can change its contents."""
-    return _state.flax_state.is_object(node) or isinstance(node, dict | list)
+    return _state.nnx_objects.is_object(node) or isinstance(node, dict | list)
 
 
 def _raw_value(variable: Any) -> Any:

@@ -89,8 +89,8 @@ def abstract_state(
     if any(isinstance(arg, Mesh | AbstractMesh) for arg in args):
         raise errors.OptionError("the mesh must be passed by name: mesh=mesh")
     state = init_fn_or_state
-    if callable(init_fn_or_state) and not _state.flax_state.is_object(init_fn_or_state):
-        state = _state.flax_state.eval_shape(init_fn_or_state, *args)
+    if callable(state) and not _state.nnx_objects.is_object(state):
+        state = _state.flax_state.eval_shape(state, *args)
     elif args:
         raise errors.OptionError(
             f"{_util.arguments.describe(init_fn_or_state)} takes no arguments, got"
