@@ -25,7 +25,6 @@ from flaxckpt._training import start as training_start
 from flaxckpt._training.completed_step import CompletedStep
 from flaxckpt._training.preemption import Preemption
 from flaxckpt._training.save_interval import SaveInterval
-from flaxckpt._training.signals import Grace, Notice
 from flaxckpt._training.triggers import Due, Triggers
 from flaxckpt._types import JSON, Closing, PathLike, PyTree
 from flaxckpt.transforms import Transform
@@ -149,9 +148,6 @@ class CheckpointCallback(Closing):
         self.last_save: SaveHandle | None = None
         self._session = session_of(checkpointer)
         self._session.saves.has_statistics |= statistics
-        self._preemption = Preemption(
-            watches=on_preemption, exit_code=exit_code, clock=clock
-        )
         self._interval = (
             None if overhead is None else SaveInterval(overhead, mtbf_secs, clock)
         )
@@ -164,10 +160,17 @@ class CheckpointCallback(Closing):
             save_first=save_first,
             clock=clock,
         )
-        self._grace = Grace(grace_secs, clock)
         self._temporary = temporary
         self._save_last = save_last
         self._offset = 1 if step_is == "index" else 0
+        self._preemption = Preemption(
+            checkpointer,
+            watches=on_preemption,
+            grace_secs=grace_secs,
+            exit_code=exit_code,
+            offset=self._offset,
+            clock=clock,
+        )
         self._check_step = check_step
         self._json = arguments.json_getter(json)
         self._preflight = preflight
@@ -326,7 +329,12 @@ class CheckpointCallback(Closing):
             due = Due("forced")
         self._previous, self._last = step, completed
         if notice is not None and not self._preemption.is_handled:
-            return self._stop(completed, notice)
+            has_saved = self._preemption.save(completed, notice, self._save)
+            if self._preemption.exits:
+                self._last = None
+                self._end()
+                self._preemption.exit_program(notice)
+            return has_saved
         self.checkpointer.raise_if_failed()
         if due is None:
             return False
@@ -378,8 +386,8 @@ class CheckpointCallback(Closing):
             preflight = training_preflight.check(
                 ckpt, state, dataset, json, only_warn=only_warn
             )
-            if preflight is not None and self._grace.save_secs is None:
-                self._grace.save_secs = preflight.total_secs
+            if preflight is not None:
+                self._preemption.expect(preflight.total_secs)
         if self._consumption.wants:
             self._consumption.note(completed.step, datasets.position(dataset))
 
@@ -392,124 +400,45 @@ class CheckpointCallback(Closing):
         lost_steps.watch(self)
         self._preemption.begin()
 
-    def _save(self, completed: CompletedStep, *, temporary: bool = False) -> bool:
+    def _save(
+        self,
+        completed: CompletedStep,
+        *,
+        temporary: bool = False,
+        is_bare: bool = False,
+    ) -> bool:
+        """Saves a step; `is_bare`, without metrics and JSON, and their checks."""
         step = completed.step
         if self._session.saves.has_saved(step):
             self._skip(step, "this run has already saved or restored it")
             return False
         state, dataset = completed.get("state"), completed.get("dataset")
-        if self._check_step:
-            step_counter.check(state, step, offset=self._offset)
-        if self._begin_types is not None:
-            self._begin_types.check(self.checkpointer, state)
-        if self._consumption.wants:
-            self._consumption.note(step, datasets.position(dataset))
-        self._note_duration()
+        if not is_bare:
+            if self._check_step:
+                step_counter.check(state, step, offset=self._offset)
+            if self._begin_types is not None:
+                self._begin_types.check(self.checkpointer, state)
+            if self._consumption.wants:
+                self._consumption.note(step, datasets.position(dataset))
         began = self._clock()
         self.last_save = self.checkpointer.save(
             step,
             state,
-            metrics=completed.metrics(),
+            metrics=None if is_bare else completed.metrics(),
             dataset=dataset,
-            json=self._json(step),
-            on_exists=self._on_exists,
+            json=None if is_bare else self._json(step),
+            # Steps newer than the step restored by `restore_or_init` are damaged.
+            on_exists="error" if self._began_at is None else "overwrite",
             temporary=temporary,
         )
+        self._preemption.note_save(self.last_save)
         if self._interval is not None:
             self._interval.note_save(self.last_save, self._clock() - began)
         self._triggers.restart_clock()
         return True
 
-    @property
-    def _on_exists(self) -> Literal["error", "overwrite"]:
-        # Steps newer than the step restored by `restore_or_init` are damaged.
-        return "error" if self._began_at is None else "overwrite"
-
     def _skip(self, step: int, reason: str) -> None:
         self.checkpointer.events.emit("skipped", step, reason=reason)
-
-    def _note_duration(self) -> None:
-        """Records the duration of the last save, to plan a save after a signal."""
-        if self.last_save is not None and self.last_save.done():
-            with contextlib.suppress(errors.CheckpointError):  # already reported
-                self._grace.save_secs = self.last_save.wait().total_secs
-
-    # ---- stopping --------------------------------------------------------------------
-
-    def _stop(self, completed: CompletedStep, notice: Notice) -> bool:
-        """Saves after a signal, waits until the save is durable, and ends the program.
-
-        Returns True if this call saved the whole step. Raises SystemExit or
-        KeyboardInterrupt once the save is durable.
-        """
-        self._preemption.is_handled = True
-        try:
-            self.checkpointer.wait()
-        except errors.CheckpointError as error:
-            _log.error("a save failed, and another is tried: %s", error)
-        outcome, has_saved = self._save_in_time(completed, notice)
-        self.checkpointer.wait()
-        if self._preemption.exits:
-            outcome += self._wait_for_copies(notice)
-        self._report_stop(completed.step, notice, outcome)
-        if self._preemption.exits:
-            self._last = None
-            self._end()
-            self._preemption.exit_program(notice)
-        return has_saved
-
-    def _save_in_time(
-        self, completed: CompletedStep, notice: Notice
-    ) -> tuple[str, bool]:
-        """Saves the step, or only its parameters if the time is short.
-
-        Returns the end of the sentence "step 3 …", and True if this call saved the
-        whole step.
-        """
-        if self._session.saves.has_saved(completed.step):
-            return "was already saved", False
-        self._note_duration()
-        # Use the clock of process 0, so that all processes save the same.
-        if not _util.processes.gather_flags([self._grace.is_enough(notice)])[0][0]:
-            path = self.checkpointer.save_params_only(
-                completed.step, completed.get("state")
-            )
-            if path is not None:
-                return f"is saved without its optimizer, in {path}", False
-        try:
-            return "is saved", self._save(completed)
-        except errors.OptionError as error:
-            # Wrong steps, metrics or JSON must not prevent the last save before exit.
-            _log.error("saving nevertheless, without metrics and JSON: %s", error)
-            self.last_save = self.checkpointer.save(
-                completed.step,
-                completed.get("state"),
-                dataset=completed.get("dataset"),
-                on_exists=self._on_exists,
-            )
-            return "is saved", True
-
-    def _wait_for_copies(self, notice: Notice) -> str:
-        """Waits for copies at other processes, while time is left.
-
-        Returns the end of a sentence if they are not durable.
-        """
-        left = self._grace.left(notice)
-        try:
-            self.checkpointer.wait_for_copies(None if left is None else max(left, 0.0))
-        except errors.CheckpointError as error:
-            _log.warning("%s", error)
-            return ", but not copied to other processes"
-        return ""
-
-    def _report_stop(self, step: int, notice: Notice, outcome: str) -> None:
-        action = "exits" if self._preemption.exits else "continues"
-        _log.warning(
-            "%s: step %d %s; the program %s", notice.name, step, outcome, action
-        )
-        events = self.checkpointer.events
-        events.emit("preempted", step, reason=notice.name, saved=outcome)
-        events.deliver(step - self._offset)
 
     # ---- beginning and ending --------------------------------------------------------
 
@@ -711,7 +640,7 @@ class CheckpointCallback(Closing):
         self._end()
         if notice is not None and not preemption.is_handled and preemption.exits:
             preemption.is_handled = True
-            self._report_stop(self._previous, notice, "is the last of the run")
+            preemption.report(self._previous, notice, "is the last of the run")
             preemption.exit_program(notice)
 
     def abandon(self, error: BaseException) -> None:

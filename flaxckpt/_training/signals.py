@@ -205,38 +205,3 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-
-
-# ---- time ---------------------------------------------------------------------------
-
-
-class Grace:
-    """Time between a notice and the end of the program, and of a save, if known."""
-
-    def __init__(self, secs: float | None, clock: Callable[[], float]) -> None:
-        if secs is not None:
-            _util.arguments.check_positive("grace_secs", secs)
-        self.save_secs: float | None = None
-        self._secs = secs
-        self._clock = clock
-
-    def left(self, notice: Notice) -> float | None:
-        """Returns the seconds that are left; None if unknown."""
-        if self._secs is None:
-            return None
-        return self._secs - (self._clock() - notice.at)
-
-    def is_enough(self, notice: Notice) -> bool:
-        """Returns True unless a whole save is known to take too long."""
-        if self._secs is None or self.save_secs is None:
-            return True
-        left = self.left(notice)
-        assert left is not None
-        if self.save_secs > left:
-            _log.warning(
-                "%s: %.1f s are left, but a save takes %.1f s",
-                notice.name,
-                max(left, 0.0),
-                self.save_secs,
-            )
-        return self.save_secs <= left
