@@ -8,7 +8,6 @@ are refused. Hard links look like any file.
 from __future__ import annotations
 
 import errno
-import filecmp
 import functools
 import hashlib
 import os
@@ -16,7 +15,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -161,14 +160,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def link_equal(old: Path, file: Path, new: Path) -> bool:
-    """Makes `new` a hard link to the file `old` if its content equals that of `file`.
+def link_if(old: Path, new: Path, is_equal: Callable[[], bool]) -> bool:
+    """Makes `new` a hard link to the regular file `old` if `is_equal` returns True.
 
     Returns True if the link was made.
     """
     try:
-        is_regular = stat.S_ISREG(os.lstat(old).st_mode)
-        if not is_regular or not filecmp.cmp(old, file, shallow=False):
+        if not stat.S_ISREG(os.lstat(old).st_mode) or not is_equal():
             return False
         os.link(old, new, follow_symlinks=False)
     # No support of the file system or the platform, too many links, or `old` is gone.

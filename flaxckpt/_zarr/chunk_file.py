@@ -117,24 +117,18 @@ def link_if_equal(
     The file must have the `mode`, if given. Returns True if the link was made.
     """
     size = sum(len(part) for part in parts)
-    try:
-        if not stat.S_ISREG(os.lstat(old).st_mode):
-            return False
+
+    def is_equal() -> bool:
         with old.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            if status.st_size != size or size == 0:
-                return False
-            if mode is not None and stat.S_IMODE(status.st_mode) != mode:
-                return False
-            if not _has_same_ends(file, parts):
-                return False
-            if compare_all and not _is_equal(file, parts):
-                return False
-        os.link(old, new, follow_symlinks=False)
-    # No support of the file system or the platform, too many links, or `old` is gone.
-    except (OSError, NotImplementedError, AttributeError):
-        return False
-    return True
+            return (
+                status.st_size == size > 0
+                and (mode is None or stat.S_IMODE(status.st_mode) == mode)
+                and _has_same_ends(file, parts)
+                and (not compare_all or _is_equal(file, parts))
+            )
+
+    return _storage.files.link_if(old, new, is_equal)
 
 
 def _has_same_ends(stored: io.FileIO, parts: Sequence[memoryview]) -> bool:

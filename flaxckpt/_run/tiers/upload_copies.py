@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import itertools
 import json
@@ -153,7 +154,10 @@ def _link_equal(
     def link(name: str) -> None:
         assert earlier is not None, name
         _storage.files.make_parents(target, name)
-        if _storage.files.link_equal(earlier / name, path / name, target / name):
+        old = earlier / name
+        if _storage.files.link_if(
+            old, target / name, lambda: filecmp.cmp(old, path / name, shallow=False)
+        ):
             linked.add(name)
 
     _util.threads.each(link, names if earlier else (), threads=_THREADS)
