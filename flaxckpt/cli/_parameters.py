@@ -6,12 +6,11 @@ Argument(...)]`: the type says how to parse it.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import click
@@ -136,50 +135,40 @@ def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:
     return _Number(min=least or 0.0) if wanted is float else click.STRING
 
 
-class _Choice(click.Choice[str]):
-    """A word of a list."""
+class _Refusing(click.ParamType[Any]):
+    """A type whose values are `wanted`, which the message for another value says."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        """Returns the word."""
-        with _refusal(self, _join(self.choices), value, self.choices):
-            return super().convert(value, param, ctx)
-
-
-class _Whole(click.IntRange):
-    """A whole number that is not too small."""
+    wanted: str
+    words: Sequence[str] = ()
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Returns the number."""
-        with _refusal(self, f"a whole number of at least {self.min}", value):
+        """Returns the value in its type."""
+        try:
             return super().convert(value, param, ctx)
+        except click.BadParameter:
+            near = difflib.get_close_matches(str(value), self.words, n=1)
+            advice = f": did you mean {near[0]}?" if near else ""
+            self.fail(f"must be {self.wanted}, found {value!r}{advice}")
 
 
-class _Number(click.FloatRange):
-    """A number that is not too small."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        """Returns the number."""
-        with _refusal(self, f"a number of at least {self.min:g}", value):
-            return super().convert(value, param, ctx)
+class _Choice(_Refusing, click.Choice[str]):
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__(words)
+        self.words, self.wanted = words, _join(words)
 
 
-@contextlib.contextmanager
-def _refusal(
-    kind: click.ParamType[Any], wanted: str, value: object, words: Sequence[str] = ()
-) -> Iterator[None]:
-    """Says what a value must be, if click refuses it in the block."""
-    try:
-        yield
-    except click.BadParameter:
-        near = difflib.get_close_matches(str(value), words, n=1)
-        advice = f": did you mean {near[0]}?" if near else ""
-        kind.fail(f"must be {wanted}, found {value!r}{advice}")
+class _Whole(_Refusing, click.IntRange):
+    def __init__(self, min: int) -> None:
+        super().__init__(min)
+        self.wanted = f"a whole number of at least {min}"
+
+
+class _Number(_Refusing, click.FloatRange):
+    def __init__(self, min: float) -> None:
+        super().__init__(min)
+        self.wanted = f"a number of at least {min:g}"
 
 
 def _join(words: Sequence[str]) -> str:
