@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from flaxckpt import _storage, _util, errors
 from flaxckpt._formats import hub_cache, signatures
 from flaxckpt._formats.safetensors import header
 from flaxckpt._formats.safetensors.header import ShardIndex
+from flaxckpt._storage import Stamp
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +153,33 @@ def locate(directory: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         raise damaged_error(path, error) from None
     return path
+
+
+def list_files(index_file: Path, index: ShardIndex) -> dict[str, Stamp]:
+    """Returns the files of an index by name, as they are before they are read."""
+    names = sorted(set(index.files.values()))
+    return {name: _storage.stamp(locate(index_file.parent, name)) for name in names}
+
+
+def check_leaves(
+    index_file: Path, index: ShardIndex, found: Set[tuple[str, str]]
+) -> None:
+    """Compares the leaves and files of an index with those `found` in the files.
+
+    Logs a warning if there are more. Raises DamagedCheckpointError if some are missing.
+    """
+    anywhere = dict(found)
+    faults = [
+        f"{leaf[:80]}: wanted in {name}, found {anywhere.get(leaf, 'none')}"
+        for leaf, name in index.files.items()
+        if (leaf, name) not in found
+    ]
+    if faults:
+        raise mismatch_error(index_file, faults)
+    if more := len(found) - len(index.files):
+        _log.warning(
+            "%d leaves in the files of %s are not listed in it", more, index_file
+        )
 
 
 def mismatch_error(index_file: Path, faults: list[str]) -> errors.CheckpointError:

@@ -222,7 +222,7 @@ def test_omits_tensors_missing_from_index(tmp_path, caplog):
     hostile.file(path / "model-1.safetensors", rows, b"\0" * 16)
     with caplog.at_level(logging.WARNING):
         assert flaxckpt.load(path).keys() == {"a"}
-    assert "1 tensors" in caplog.text
+    assert "1 leaves" in caplog.text
 
 
 def test_rejects_directory_with_lone_shard(tmp_path, caplog):

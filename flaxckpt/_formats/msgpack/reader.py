@@ -6,7 +6,6 @@ Source: `flax.training.checkpoints` and `flax.serialization.to_bytes`; of shards
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from flaxckpt._formats import hub_cache, recognise, shards
 from flaxckpt._formats.msgpack import leaves, scanner
 from flaxckpt._formats.msgpack.scanner import Value
 from flaxckpt._formats.reader import Stored
-
-_log = logging.getLogger(__name__)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -58,33 +55,19 @@ def _scan(path: Path) -> Value:
 
 def _read_shards(path: Path, index_file: Path, step: int | None) -> Stored:
     stamp = _storage.stamp(index_file)
-    wanted = shards.read_index(index_file).files
+    index = shards.read_index(index_file)
+    files = shards.list_files(index_file, index)
     tree: dict[str, Value] = {}
-    found: dict[str, str] = {}
-    stamps = []
-    for name in sorted({*wanted.values()}):
-        shard = shards.locate(index_file.parent, name)
-        stamps.append(_storage.stamp(shard))
-        for keys, value in _flatten(_scan(shard)):
-            found["/".join(keys)] = name
+    found: set[tuple[str, str]] = set()
+    for name, file in files.items():
+        for keys, value in _flatten(_scan(file.path)):
+            found.add(("/".join(keys), name))
             if not keys or leaves.put(tree, keys, value):
                 raise shards.mismatch_error(
                     index_file,
                     [f"{'/'.join(keys)[:80]}: wanted in one shard, found in several"],
                 )
-    faults = [
-        f"{leaf[:80]}: wanted in {name}, found {found.get(leaf, 'none')}"
-        for leaf, name in wanted.items()
-        if found.get(leaf) != name
-    ]
-    if faults:
-        raise shards.mismatch_error(index_file, faults)
-    if unlisted := found.keys() - wanted.keys():
-        _log.warning(
-            "%d arrays in the files of %s are not listed in it",
-            len(unlisted),
-            index_file,
-        )
+    shards.check_leaves(index_file, index, found)
     return leaves.make_stored(
         path,
         index_file,
@@ -92,7 +75,7 @@ def _read_shards(path: Path, index_file: Path, step: int | None) -> Stored:
         format_name="msgpack",
         step=step,
         stamp=stamp,
-        shards=stamps,
+        shards=[*files.values()],
     )
 
 

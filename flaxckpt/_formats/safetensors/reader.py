@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -24,8 +23,6 @@ from flaxckpt._formats.safetensors.metadata import Described
 from flaxckpt._state.leaf import Leaf, LeafTable, StoredLeaf
 from flaxckpt._storage import Stamp
 from flaxckpt._types import JSON
-
-_log = logging.getLogger(__name__)
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
@@ -178,30 +175,18 @@ def _read_shards(
     Returns the metadata of the index.
     """
     index = shards.read_index(index_file)
-    faults = []
-    unlisted = 0
-    headers: dict[str, SafetensorsHeader] = {}
-    stamps: dict[str, Stamp] = {}
-    for name in sorted(set(index.files.values())):
-        shard = shards.locate(index_file.parent, name)
-        stamps[name] = _storage.stamp(shard)
-        headers[name] = _read_header(shard)
-        listed = [index.files.get(tensor) == name for tensor in headers[name].tensors]
-        unlisted += listed.count(False)
+    stamps = shards.list_files(index_file, index)
+    found: dict[tuple[str, str], SafetensorsTensor] = {}
+    listed = 0
+    for name, file in stamps.items():
+        header = _read_header(file.path)
+        found |= {(tensor, name): row for tensor, row in header.tensors.items()}
+        listed += sum(index.files.get(tensor) == name for tensor in header.tensors)
         try:
-            safetensors_header.check_count(len(index.files) + unlisted)
+            safetensors_header.check_count(len(index.files) + len(found) - listed)
         except ValueError as error:
             raise shards.damaged_error(index_file, error) from None
+    shards.check_leaves(index_file, index, found.keys())
     for tensor, name in index.files.items():
-        if tensor not in headers[name].tensors:
-            faults.append(f"{tensor[:80]}: wanted in {name}, found none")
-            continue
-        tensors[tensor] = headers[name].tensors[tensor]
-        files[tensor] = stamps[name]
-    if faults:
-        raise shards.mismatch_error(index_file, faults)
-    if unlisted:
-        _log.warning(
-            "%d tensors in the files of %s are not listed in it", unlisted, index_file
-        )
+        tensors[tensor], files[tensor] = found[tensor, name], stamps[name]
     return index.metadata
