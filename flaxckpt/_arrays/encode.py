@@ -43,9 +43,7 @@ def write_encoded(
                 "kvstore": zarr_metadata.kvstore(root, array.name, ocdbt=False),
                 # Orbax treats a missing chunk as damage, so write zeros too.
                 "store_data_equal_to_fill_value": True,
-                "metadata": zarr_metadata.metadata(
-                    encoding, array.shape, array.stored_dtype, array.chunk_shape
-                ),
+                "metadata": zarr_metadata.metadata(encoding, array.form),
             },
             create=True,
             open=True,

@@ -267,7 +267,7 @@ def _begin(
         if stored.raw is None:
             return _from_store(job, context(), verify=options.verify)
         raw, database = stored.raw, None
-        form = read_plan.form_of(raw, stored.info)
+        form = read_plan.form_of(raw)
         if raw.ocdbt:
             check = raw.check_database if options.verify else None
             database = databases.open(

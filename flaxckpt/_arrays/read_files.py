@@ -346,7 +346,11 @@ def from_files(
         verify = verify and not raw.has_digests  # digests cover the whole database
     elif verify:
         file = raw.root / raw.name / zarr_metadata.METADATA
-        tasks.append(lambda: form.check_metadata(chunk_file.read_small(file)))
+        tasks.append(
+            lambda: zarr_metadata.check_metadata(
+                chunk_file.read_small(file), raw.encoding, raw.form
+            )
+        )
     may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
     arrays: dict[Region, Array] = {}
     for box, inside in read_plan.group(regions, form.chunk_shape).items():
@@ -380,7 +384,8 @@ def from_files(
 
     def result() -> Mapping[Region, Array]:
         if database is not None and metadata is not None:
-            form.check_metadata(database.value(metadata))
+            text = database.value(metadata)
+            zarr_metadata.check_metadata(text, raw.encoding, raw.form)
         return arrays
 
     return Reading(tasks, result)
@@ -513,7 +518,8 @@ def from_database(
 
     def arrays() -> Mapping[Region, Array]:
         if metadata is not None:
-            form.check_metadata(database.value(metadata))
+            text = database.value(metadata)
+            zarr_metadata.check_metadata(text, raw.encoding, raw.form)
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
         for key, places in needs.items():
             content = database.value(names[key])

@@ -18,7 +18,7 @@ from flaxckpt._state.leaf import LeafInfo, StoredLeaf
 from flaxckpt._types import Shape
 from flaxckpt._zarr import checksums
 from flaxckpt._zarr import metadata as zarr_metadata
-from flaxckpt._zarr.metadata import Array, RawArray, Region
+from flaxckpt._zarr.metadata import Array, ArrayForm, RawArray, Region
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,29 +141,15 @@ def batches(jobs: Sequence[ReadJob], max_bytes: int) -> Iterator[list[ReadJob]]:
 class ChunkForm:
     """How the chunks of an array lie in its files: encoding, shapes, layout."""
 
-    def __init__(
-        self,
-        encoding: zarr_metadata.Encoding,
-        shape: Shape,
-        stored: str,
-        chunk_shape: Shape,
-    ) -> None:
+    def __init__(self, encoding: zarr_metadata.Encoding, form: ArrayForm) -> None:
         self.encoding = encoding
-        self.shape = shape
-        self.stored = stored
-        self.chunk_shape = chunk_shape
+        self.shape, self.stored, self.chunk_shape = shape, stored, chunk_shape = form
         self.only_chunk = zarr_metadata.whole(shape) if chunk_shape == shape else None
         self.dtype: np.dtype[Any] = _state.numpy_dtypes.to_numpy(stored)
         self.nbytes = math.prod(shape) * self.dtype.itemsize
         self.chunk_bytes = math.prod(chunk_shape) * self.dtype.itemsize
         checksum_bytes = checksums.CHECKSUM_BYTES * encoding.checksum
         self.stored_bytes = self.chunk_bytes + checksum_bytes
-
-    def check_metadata(self, text: bytes) -> None:
-        """Compares the array's `zarr.json` with the recorded form."""
-        zarr_metadata.check_metadata(
-            text, self.encoding, self.shape, self.stored, self.chunk_shape
-        )
 
     def values(self, content: Bytes, region: Region) -> Array:
         """Returns the values of `region` in `content`.
@@ -240,11 +226,8 @@ class ChunkForm:
 _make_form = functools.lru_cache(maxsize=1024)(ChunkForm)  # many arrays are alike
 
 
-def form_of(raw: RawArray, info: LeafInfo) -> ChunkForm:
-    assert info.chunk_shape is not None, info
-    return _make_form(
-        raw.encoding, info.stored_shape, info.stored_dtype, info.chunk_shape
-    )
+def form_of(raw: RawArray) -> ChunkForm:
+    return _make_form(raw.encoding, raw.form)
 
 
 def find_parts(

@@ -23,7 +23,7 @@ from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath, Shape
 from flaxckpt._zarr import chunk_shape as zarr_chunk_shape
 from flaxckpt._zarr import writer_assignment
-from flaxckpt._zarr.metadata import Array, Region, region_of, whole
+from flaxckpt._zarr.metadata import Array, ArrayForm, Region, region_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +75,10 @@ class HostArray(NamedTuple):
     source: weakref.ref[jax.Array] | None = None
 
     @property
-    def stored_dtype(self) -> str:
-        """Name of the type in storage."""
-        name = _state.dtypes.stored_name(self.dtype)
-        assert name is not None, self.name
-        return name
+    def form(self) -> ArrayForm:
+        dtype = _state.dtypes.stored_name(self.dtype)
+        assert dtype is not None, self.name
+        return ArrayForm(self.shape, dtype, self.chunk_shape)
 
     @property
     def nbytes(self) -> int:

@@ -162,10 +162,11 @@ class DatabaseWriter:
             raw: list[HostArray] = []
             encoded: list[HostArray] = []
             for array in batch:
-                form = encoding, array.shape, array.stored_dtype
-                (raw if zarr_metadata.is_raw(*form) else encoded).append(array)
+                form = array.form
+                is_raw = zarr_metadata.is_raw(encoding, form)
+                (raw if is_raw else encoded).append(array)
                 if self._options.with_metadata:
-                    text = zarr_metadata.metadata_text(*form, array.chunk_shape)
+                    text = zarr_metadata.metadata_text(encoding, form)
                     self._written.values[_metadata_key(array, encoding)] = text
             self._write_files(self._raw_chunks(raw))
             if encoded:
@@ -332,10 +333,10 @@ class DatabaseWriter:
         for array in {
             id(chunk.array): chunk.array for _, chunk in file.chunks
         }.values():
-            form = encoding, array.shape, array.stored_dtype
-            text = zarr_metadata.metadata_text(*form, array.chunk_shape)
+            form = array.form
+            text = zarr_metadata.metadata_text(encoding, form)
             if (
-                not zarr_metadata.is_raw(*form)
+                not zarr_metadata.is_raw(encoding, form)
                 or not chunks_to_write.has_same_source(array, previous)
                 or self._previous.get(_metadata_key(array, encoding)) != text
             ):

@@ -286,8 +286,7 @@ def _check_value(root: Path, value: Value, encoding: Encoding, info: LeafInfo) -
 
 def _check_metadata(text: bytes, encoding: Encoding, info: LeafInfo) -> None:
     """Raises ValueError if `zarr.json` differs from the record of the leaf."""
-    shape, dtype = info.stored_shape, info.stored_dtype
-    _zarr.metadata.check_metadata(text, encoding, shape, dtype, info.chunk_shape or ())
+    _zarr.metadata.check_metadata(text, encoding, _zarr.metadata.form_of(info))
     _zarr.metadata.check_compact(text)
 
 

@@ -263,16 +263,14 @@ class Arrays:
         compare: _DigestChecks | None,
     ) -> RawArray | None:
         """Returns the location of the chunks of an uncompressed array, else None."""
-        shape, dtype, _ = form
-        if self.encoding is None:
-            return None
-        if not _zarr.metadata.is_raw(self.encoding, shape, dtype):
+        if self.encoding is None or not _zarr.metadata.is_raw(self.encoding, form):
             return None
         return RawArray(
             self.root,
             name,
             self.ocdbt,
             self.encoding,
+            form,
             self.has_digests,
             checksums,
             None if compare is None else functools.partial(compare, name),
@@ -396,7 +394,7 @@ def _stored_array(
     keys: Container[str] | None = None,
 ) -> StoredLeaf:
     """Returns an array of a checkpoint, of which all chunks are read, or `keys`."""
-    form = ArrayForm(info.stored_shape, info.stored_dtype, info.chunk_shape or ())
+    form = _zarr.metadata.form_of(info)
     checksums = arrays.checksums.get(info.path)
     has_known_keys = arrays.encoding is not None and arrays.version == 3
     find_files = with_chunks = None

@@ -14,7 +14,7 @@ from flaxckpt import _arrays, _state, _zarr
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._types import JSON, LeafPath, Shape
 from flaxckpt._zarr.checksums import CHECKSUM_BYTES, ChunkChecksums
-from flaxckpt._zarr.metadata import Encoding
+from flaxckpt._zarr.metadata import ArrayForm, Encoding
 
 if TYPE_CHECKING:
     from flaxckpt._formats.native_manifest import Manifest
@@ -43,7 +43,7 @@ def _chunks_of(
     is_segmented = (
         size > _LEAST_BYTES
         and 0 not in shape
-        and _zarr.metadata.is_raw(encoding, shape, dtype)
+        and _zarr.metadata.is_raw(encoding, ArrayForm(shape, dtype, chunk_shape))
     )
     return _Chunks(grid, math.prod(grid), size * is_segmented)
 

@@ -115,6 +115,7 @@ class RawArray(NamedTuple):
     name: str
     ocdbt: bool
     encoding: Encoding
+    form: ArrayForm
     has_digests: bool = False
     checksums: ChunkChecksums | None = None
     check_database: Callable[[], None] | None = None
@@ -122,12 +123,12 @@ class RawArray(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)  # many arrays are alike
-def is_raw(encoding: Encoding, shape: Shape, dtype: str) -> bool:
+def is_raw(encoding: Encoding, form: ArrayForm) -> bool:
     """Returns True if chunks hold the values as in memory, without encoding."""
     return (
         encoding.version == 3
-        and dtype not in _NEVER_RAW
-        and choose_codec(encoding, shape, dtype) == "none"
+        and form.dtype not in _NEVER_RAW
+        and choose_codec(encoding, form.shape, form.dtype) == "none"
     )
 
 
@@ -137,15 +138,14 @@ def choose_codec(encoding: Encoding, shape: Shape, dtype: str) -> str:
     return "none" if size < _COMPRESSED_FROM else encoding.codec
 
 
-def metadata(
-    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
-) -> dict[str, JSON]:
+def metadata(encoding: Encoding, form: ArrayForm) -> dict[str, JSON]:
     """Returns the content of an array's `zarr.json`, or `.zarray` for zarr 2.
 
     A chunk has at least 1 element along each axis.
     """
     if encoding.version == 2:
-        return _metadata_2(encoding, shape, dtype, chunk_shape)
+        return _metadata_2(encoding, form)
+    shape, dtype, chunk_shape = form
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -165,24 +165,19 @@ def metadata(
 
 
 @functools.lru_cache(maxsize=1024)  # many arrays are alike
-def metadata_text(
-    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
-) -> bytes:
-    content = metadata(encoding, shape, dtype, chunk_shape)
-    return json.dumps(content, separators=(",", ":")).encode()
+def metadata_text(encoding: Encoding, form: ArrayForm) -> bytes:
+    return json.dumps(metadata(encoding, form), separators=(",", ":")).encode()
 
 
-def check_metadata(
-    text: bytes, encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
-) -> None:
+def check_metadata(text: bytes, encoding: Encoding, form: ArrayForm) -> None:
     """Raises ValueError if a `zarr.json` is not the recorded form of an array."""
-    if text == metadata_text(encoding, shape, dtype, chunk_shape):
+    if text == metadata_text(encoding, form):
         return
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         found = None
-    wanted = metadata(encoding, shape, dtype, chunk_shape)
+    wanted = metadata(encoding, form)
     if found == wanted:
         return
     if not isinstance(found, dict):
@@ -196,7 +191,7 @@ def check_metadata(
             f" {', '.join(repr(name)[:30] for name in other[:4])}"
         )
     raise ValueError(
-        f"recorded as {dtype}{list(shape)}, but {METADATA} says"
+        f"recorded as {form.dtype}{list(form.shape)}, but {METADATA} says"
         f" {str(found.get('data_type'))[:20]}{str(found.get('shape'))[:80]}"
     )
 
@@ -210,9 +205,8 @@ def check_compact(text: bytes) -> None:
         raise ValueError(f"the formatting of {METADATA} has changed")
 
 
-def _metadata_2(
-    encoding: Encoding, shape: Shape, dtype: str, chunk_shape: Shape
-) -> dict[str, JSON]:
+def _metadata_2(encoding: Encoding, form: ArrayForm) -> dict[str, JSON]:
+    shape, dtype, chunk_shape = form
     blosc: JSON = {
         "id": "blosc",
         "cname": "lz4",
@@ -342,6 +336,10 @@ def chunks(region: Region, chunk_shape: Shape) -> tuple[Chunk, ...]:
         )
         for index in itertools.product(*ranges)
     )
+
+
+def form_of(info: LeafInfo) -> ArrayForm:
+    return ArrayForm(info.stored_shape, info.stored_dtype, info.chunk_shape or ())
 
 
 def chunks_of(info: LeafInfo) -> tuple[Chunk, ...]:

@@ -13,7 +13,7 @@ from flaxckpt._arrays import read_files
 from flaxckpt._arrays.read_files import Database, Databases, check_digests
 from flaxckpt._arrays.write import choose_sizes, make_index
 from flaxckpt._storage.storage import LOCAL
-from flaxckpt._zarr import btree, ocdbt
+from flaxckpt._zarr import btree, metadata, ocdbt
 from flaxckpt._zarr.metadata import Encoding, RawArray
 from tests.arrays.test_read_parts import host, info_of, read, write
 from tests.helpers import old_stores, seams
@@ -284,9 +284,9 @@ def test_changed_bytes_never_yield_wrong_values(tmp_path, size, together):
     )
 
     def read_array(name):
-        raw = RawArray(tmp_path, name, True, encoding)
-        region = ((0, size),)
         info = info_of(arrays[name], (size,))
+        raw = RawArray(tmp_path, name, True, encoding, metadata.form_of(info))
+        region = ((0, size),)
         return read(raw, info, [region], together=together)[region]
 
     for name, array in arrays.items():

@@ -100,8 +100,11 @@ def written(root, array, chunk_shape, segment_bytes):
         segment_bytes,
         b"".join(one[:-4] for one in packed),
     )
-    raw = RawArray(root, "w", False, encoding, checksums=recorded)
-    return raw, info_of(array, chunk_shape)
+    info = info_of(array, chunk_shape)
+    raw = RawArray(
+        root, "w", False, encoding, metadata.form_of(info), checksums=recorded
+    )
+    return raw, info
 
 
 def saved(path, name="w"):
@@ -117,10 +120,10 @@ def read(raw, info, regions, *, dtype=None, together=False, **options):
     options = {"memory_map": False, "verify": True, **options}
     if together:
         verify = options["verify"]
-        found = raw, form_of(raw, info), regions, database
+        found = raw, form_of(raw), regions, database
         reading = read_files.from_database(*found, verify=verify)
     else:
-        found = raw, form_of(raw, info), regions, database
+        found = raw, form_of(raw), regions, database
         reading = read_files.from_files(*found, dtype=dtype or info.dtype, **options)
     read_files.run([*databases.readings(), reading])
     return reading.result()
@@ -563,7 +566,8 @@ def test_rejects_byte_range_larger_than_memory(tmp_path):
 def database_of(path, array, chunk_shape, *, checksum=True):
     encoding = Encoding("none", checksum)
     write(path, [host("w", array, chunk_shape)], encoding=encoding, ocdbt=True)
-    return RawArray(path, "w", True, encoding), info_of(array, chunk_shape)
+    info = info_of(array, chunk_shape)
+    return RawArray(path, "w", True, encoding, metadata.form_of(info)), info
 
 
 def change(path, key, changed):
