@@ -11,10 +11,9 @@ from flaxckpt._checkpoint.save_handle import SaveResult
 from flaxckpt._convert import convert, export_map, model_files, plan
 from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._maps import named
-from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import export
 from flaxckpt._types import PathLike
-from flaxckpt.transforms import Transform, cast
+from flaxckpt.transforms import Transform
 
 
 @_util.guessed_names.explain
@@ -88,23 +87,21 @@ def export_huggingface(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(directory)
-    before = _transforms.check(transforms)
     files = model_files.read(config, tokenizer)
-    mapping = export_map.find_map(
+    changes = export_map.find_changes(
         map,
         named.find_for_export,
         files.config,
+        export.Export,
         run=run,
         step=options.get("step"),
-        before=before,
+        before=transforms,
         target=target,
         prefix=prefix,
+        dtype=dtype,
     )
     family = named.family_of_export(map, files.config)
     files = dataclasses.replace(files, family=family)
-    changes: list[Transform] = [*before, export.Export(mapping)]
-    if dtype is not None:
-        changes.append(cast(".*", dtype))
     return convert.convert_to(
         run,
         final,

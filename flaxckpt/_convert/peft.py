@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,8 @@ from flaxckpt._convert import adapter_files, convert, export_map, plan
 from flaxckpt._convert.adapter_files import AdapterFiles
 from flaxckpt._convert.plan import ConvertOptions, SharedOptions
 from flaxckpt._maps import model_config, peft
-from flaxckpt._transforms import base as _transforms
 from flaxckpt._types import PathLike
-from flaxckpt.transforms import Transform, cast
+from flaxckpt.transforms import Transform
 
 
 @_util.guessed_names.explain
@@ -81,27 +81,24 @@ def export_peft(
         SaveFailedError: The bytes could not be written.
     """
     final = _storage.paths.resolve(directory)
-    before = _transforms.check(transforms)
     if alpha is not None:
         _util.arguments.check_number("alpha", alpha)
         if not math.isfinite(alpha):
             raise errors.OptionError(f"alpha must be finite, got {alpha}")
     checked = adapter_files.check_settings({} if settings is None else settings)
     is_needed = isinstance(map, str) and config is not None
-    mapping = export_map.find_map(
+    changes = export_map.find_changes(
         map,
         peft.find_map,
         model_config.read_config(config) if is_needed else None,
+        functools.partial(peft.ToPeft, needs_alpha=alpha is None),
         run=run,
         step=options.get("step"),
-        before=before,
+        before=transforms,
         target=target,
         prefix=prefix,
+        dtype=dtype,
     )
-    to_peft = peft.ToPeft(mapping, needs_alpha=alpha is None)
-    changes: list[Transform] = [*before, to_peft]
-    if dtype is not None:
-        changes.append(cast(".*", dtype))
     return convert.convert_to(
         run,
         final,
