@@ -44,6 +44,10 @@ class RunStep:
         self._values = values
         self._elsewhere = elsewhere
 
+    def with_metrics(self, elsewhere: Mapping[str, float]) -> RunStep:
+        """Returns the step with further metrics, measured outside of its files."""
+        return RunStep(self._entry, self._values, {**elsewhere, **self._elsewhere})
+
     @functools.cached_property
     def markers(self) -> _steps.markers.Status:
         return _steps.markers.status(self.path, self._entry.files)

@@ -15,6 +15,7 @@ from typing import Literal
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors, policies
 from flaxckpt._formats import locate
 from flaxckpt._run import edit, events, judge, left_out, params_only, retention
+from flaxckpt._run.run_index import RunStep
 from flaxckpt._run.tiers.part_tier import PartTier
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class RunSteps:
         """Returns the best step by the metric of `policy`, or None."""
         return max(policy.preserved(self._ranked_steps()), default=None)
 
-    def _ranked_steps(self) -> list[policies.Ranked]:
+    def _ranked_steps(self) -> list[RunStep]:
         steps = self.retention.index.read().values()
         return [step for step in steps if step.is_counted]
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from flaxckpt import (
     _checkpoint,
@@ -167,15 +167,6 @@ def _make_staging(
 
 
 # ---- both directories ------------------------------------------------------------
-
-
-class _MergedStep(NamedTuple):
-    """A step in both directories, with the metrics of both."""
-
-    step: int
-    metrics: Mapping[str, float]
-    created: float
-    temporary: bool
 
 
 class _NewestCopied(policies.PreservationPolicy):
@@ -361,21 +352,19 @@ class StagedSteps(run_steps.RunSteps):
         self._near.forget()
         self._far.forget()
 
-    def _ranked_steps(self) -> list[policies.Ranked]:
+    def _ranked_steps(self) -> list[run_index.RunStep]:
         """Returns the steps of both directories that policies count."""
         near, far = (
             {n: step for n, step in index.read().items() if step.is_counted}
             for index in (self._near, self._far)
         )
-        ranked: dict[int, policies.Ranked] = {**far, **near}
+        ranked = {**far, **near}
         for step in near.keys() & far.keys():
             path = self.saves_in / self.format.name(step)
-            if self._is_another(path):
-                ranked[step] = (far if _steps.markers.is_settled(path) else near)[step]
-                continue
-            metrics = {**far[step].metrics, **near[step].metrics}
-            is_temporary = near[step].temporary
-            ranked[step] = _MergedStep(step, metrics, near[step].created, is_temporary)
+            if not self._is_another(path):
+                ranked[step] = near[step].with_metrics(far[step].metrics)
+            elif _steps.markers.is_settled(path):
+                ranked[step] = far[step]
         return [ranked[step] for step in sorted(ranked)]
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
