@@ -144,11 +144,9 @@ if not TYPE_CHECKING:  # type checkers would accept any name
         return value
 
     def _find_home(name: str) -> str | None:
-        """Returns the module of a public name; None for a public module."""
         return next((home for home, has in _HOMES.items() if name in has.split()), None)
 
     def _find_module(name: str) -> str | None:
-        """Returns the public module that has a name; None if none has."""
         if name.startswith("_"):
             return None
         for module in (each for each in __all__ if _find_home(each) is None):

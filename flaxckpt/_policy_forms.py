@@ -48,7 +48,6 @@ class PolicyForm(NamedTuple):
         return [*typing.get_type_hints(self.cls).values()]
 
     def to_dict(self, policy: Any) -> dict[str, Any]:
-        """Returns the fields of a policy: name -> plain value."""
         values = {name: getattr(policy, name) for name in self.fields}
         return {
             name: sorted(value) if isinstance(value, frozenset) else value

@@ -44,7 +44,6 @@ class Piece(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if the piece is the whole leaf."""
         return self.region == metadata.whole(self.leaf.info.stored_shape)
 
     @property
@@ -264,7 +263,6 @@ def _convert(array: Array, info: LeafInfo) -> Array:
 
 
 def _compute(leaves: Sequence[Leaf], max_bytes: int) -> list[Array]:
-    """Returns the values of leaves computed from other leaves."""
     if not leaves:
         return []
     from flaxckpt._arrays import evaluate  # imports jax

@@ -86,7 +86,6 @@ class ChunkToWrite(NamedTuple):
 
 
 def chunks(array: HostArray) -> Iterator[ChunkToWrite]:
-    """Yields the chunks of an array to be written by this process."""
     size = math.prod(array.chunk_shape) * _state.dtypes.item_bits(array.dtype) // 8
     for shard in array.shards:
         values = np.asarray(shard.data)

@@ -251,7 +251,6 @@ def _read_and_compute(
 
 
 def _on_device(value: Any, user: LeafInfo) -> Any:
-    """Returns a given value on the devices of the computation."""
     if not isinstance(value, jax.Array) or not value.committed:
         return value
     devices = None if user.sharding is None else user.sharding.device_set

@@ -101,7 +101,6 @@ def _at_least_one(shape: Shape) -> Shape:
 def with_chunk_shape(
     info: LeafInfo, layout: ArrayLayout, *, role: Role | None = None
 ) -> LeafInfo:
-    """Returns `info` with the chunk shape of the stored array, and its role."""
     chunk_shape = None
     if info.dtype is not None:
         shape, dtype = info.stored_shape, info.stored_dtype

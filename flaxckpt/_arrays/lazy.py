@@ -271,7 +271,6 @@ def _have_same_sources(leaf: Leaf, other: Leaf) -> bool:
 
 
 def equalities(leaf: Leaf) -> Sequence[Equality]:
-    """Returns the conditions to check when a leaf is computed."""
     return leaf.fn.equalities if isinstance(leaf.fn, _Computation) else ()
 
 

@@ -51,8 +51,6 @@ class ReadOptions(NamedTuple):
 
 
 class Faults:
-    """Unreadable leaves with reasons."""
-
     def __init__(self) -> None:
         self._reasons: dict[LeafPath, str] = {}
         self._too_large: _util.memory.TooLargeError | None = None
@@ -369,7 +367,6 @@ def open_span(span: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
 
 def open_number(number: complex, context: ts.Context) -> ts.Future[ts.TensorStore]:
-    """Opens a Python number as an array without axes."""
     return completed_future(ts.array(np.asarray(number), context=context))
 
 

@@ -71,7 +71,6 @@ class Reading:
     errors: list[Exception] = dataclasses.field(default_factory=list)
 
     def result(self) -> Mapping[Region, Array]:
-        """Returns the values: region -> values."""
         if self.errors:
             raise self.errors[0]
         return self.arrays()
@@ -96,7 +95,6 @@ def failed_reading(error: Exception) -> Reading:
 
 
 def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
-    """Runs the tasks of all readings, in files or in an object store."""
     tasks = [
         functools.partial(_attempt, task, reading.errors)
         for reading in readings
@@ -397,7 +395,6 @@ def _find_block(
     chunk: zarr_metadata.Chunk,
     database: Database | None,
 ) -> Block:
-    """Returns a chunk in its own file, or in a file of the database."""
     if database is None:
         return _block(raw, form, chunk, raw.root / raw.name / chunk.key)
     key = zarr_metadata.database_key(raw.name, chunk.key)
@@ -412,7 +409,6 @@ def _block(
     file: Path,
     offset: int | None = None,
 ) -> Block:
-    """Returns a chunk at an offset of a file, with the recorded checksums."""
     size, has_checksum = form.chunk_bytes, form.encoding.checksum
     if raw.checksums is None:
         return Block(file, size, has_checksum, offset=offset, key=chunk.key)

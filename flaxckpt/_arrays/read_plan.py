@@ -49,7 +49,6 @@ class ReadJob:
 
     @_util.forks.lazy
     def is_whole(self) -> bool:
-        """True if this process needs the whole leaf in one piece."""
         sharding = self.wanted.sharding
         return (
             sharding is None

@@ -129,7 +129,6 @@ def _is_number(array: HostArray) -> bool:
 
 
 def _size(array: HostArray) -> int:
-    """Returns the number of values that this process saves."""
     return sum([math.prod(extent(shard.region)) for shard in array.shards])
 
 

@@ -225,7 +225,6 @@ def _task(info: LeafInfo) -> writer_assignment.Task:
 
 @functools.lru_cache(maxsize=1024)
 def is_of_several(sharding: Sharding) -> bool:
-    """Returns True if several processes hold parts of an array."""
     devices: set[Any] = sharding.device_set
     return len({device.process_index for device in devices}) > 1
 

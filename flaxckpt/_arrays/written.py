@@ -55,7 +55,6 @@ class Written(NamedTuple):
     values: dict[bytes, Value]
 
     def add(self, other: Written) -> None:
-        """Adds what was written by another process, or at another time."""
         for name, chunks in other.checksums.items():
             self.checksums.setdefault(name, {}).update(chunks)
         self.values.update(other.values)
@@ -74,7 +73,6 @@ class Written(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Any) -> Written:
-        """Parses what `to_json` has returned."""
         return cls(
             {
                 name: {key: base64.b64decode(text) for key, text in chunks.items()}

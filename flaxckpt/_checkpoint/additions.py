@@ -68,8 +68,6 @@ def assign(
 
 
 class _Places:
-    """Finds the places of leaves in a state."""
-
     def __init__(
         self,
         flat: _state.flax_state.FlatState,
@@ -189,7 +187,6 @@ class _Places:
 
 
 def _optimizer_above(path: LeafPath) -> LeafPath:
-    """Returns the path of the `opt_state` around a leaf."""
     parts = path.split("/")
     return "/".join(parts[: parts.index(_OPT_STATE) + 1])
 

@@ -37,7 +37,6 @@ class Files(NamedTuple):
     stamp: int
 
     def are_unchanged(self, path: Path) -> bool:
-        """Returns True if the files, now at `path`, are as they were."""
         return hash(_statuses(path, self.names.split("\0"))) == self.stamp
 
 

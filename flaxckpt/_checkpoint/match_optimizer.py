@@ -202,7 +202,6 @@ class OptimizerMatcher:
     def _survey(
         self,
     ) -> tuple[dict[tuple[LeafPath, str, LeafPath], None], set[LeafPath]]:
-        """Returns `_places` and `_assigned`."""
         places: dict[tuple[LeafPath, str, LeafPath], None] = {}
         moved = []
         for path, leaf in self._table.items():
@@ -228,7 +227,6 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _stored(self) -> dict[_Kind, list[LeafPath]]:
-        """Kind -> paths of the stored states of known classes."""
         stored: dict[_Kind, list[LeafPath]] = {}
         alone = [("", name, place) for place, name in self._classes.items()]
         for optimizer, state_class, place in (*self._places, *alone):
@@ -281,7 +279,6 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _optimizers(self) -> set[LeafPath]:
-        """The paths of all optimizers, stored and wanted."""
         stored = {optimizer for optimizer, _, _ in self._places}
         wanted = {known.optimizer for known in self._known.values()}
         return stored | wanted | self._seats
@@ -484,7 +481,6 @@ class OptimizerMatcher:
         return {seat: places for seat, places in stored.items() if places}
 
     def _wanted(self) -> dict[LeafPath, _Transform]:
-        """Returns path -> transform of the wanted state."""
         wanted: dict[LeafPath, _Transform] = {}
         for path, known in self._known.items():
             if not known.fields:
@@ -560,7 +556,6 @@ class OptimizerMatcher:
         return [place for place in places if self._has_moment(transform, place)]
 
     def _has_moment(self, transform: _Transform, place: LeafPath) -> bool:
-        """Returns True if the stored state at `place` has a moment of `transform`."""
         return any(
             self._leaf(place, tail, tail.partition("/")[0])
             for tail in transform.moments
@@ -639,7 +634,6 @@ def _below(place: LeafPath, path: LeafPath) -> LeafPath:
 
 
 def _is_moment(tail: LeafPath, known: _state.optimizer_roles.LeafFacts) -> bool:
-    """Returns True if a leaf of a transform may mirror a parameter."""
     return "/" in tail and known.field not in _state.optimizer_roles.NAMED_VALUES
 
 

@@ -198,7 +198,6 @@ def describe_outcomes(restore_plan: RestorePlan) -> str:
 
 
 def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:
-    """Returns True if the checkpoint lacks optimizer leaves that the state has."""
     return any(
         problem.kind == "missing" and "opt_state" in problem.leaf.split("/")
         for problem in restore_plan.problems
@@ -206,7 +205,6 @@ def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:
 
 
 def lacks_only_leaves(restore_plan: RestorePlan) -> bool:
-    """Returns True if the plan fails only for leaves that the checkpoint lacks."""
     kinds = {problem.kind for problem in restore_plan.problems}
     return kinds == {"missing"}
 

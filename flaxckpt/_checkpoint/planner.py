@@ -46,8 +46,6 @@ class StepOptions(TypedDict, total=False):
 
 
 class LoadOptions(StepOptions, total=False):
-    """Options of `load`, which says what they mean."""
-
     unused: Literal["warn", "error", "ignore"]
     read_once: bool
 
@@ -179,7 +177,6 @@ def _flatten(
 
 
 def _boxed_table(stored: Stored, options: RestoreOptions) -> LeafTable:
-    """Returns the stored leaves; with their boxes, if there are transforms."""
     if not options.transforms:
         return stored.table
     return _state.boxes.with_boxes(stored.table, stored.structure)
@@ -250,7 +247,6 @@ class _RecipeBuilder:
         self._seen: set[int] = set()  # sources of computed leaves, already counted
 
     def add(self, leaf: Leaf, wanted: LeafInfo, source_path: LeafPath) -> LeafPlan:
-        """Adds the restore of `leaf`, found at `source_path`, as `wanted`."""
         stored = leaf.stored
         size = self._add(leaf, wanted, stored)
         return _leaf_plan(wanted, leaf, stored, source_path, size)
@@ -580,7 +576,6 @@ class _Planner:
         )
 
     def _settle_unused(self) -> None:
-        """Plans the leaves that only the checkpoint has."""
         unused = {
             path: leaf
             for path, leaf in self._table.items()
@@ -653,7 +648,6 @@ class _Planner:
 def step_counters(
     facts: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
 ) -> set[LeafPath]:
-    """Returns the paths of possible step counters: `step` beside each optimizer."""
     optimizers = {known.group for known in facts.values()}
     return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
 
@@ -665,7 +659,6 @@ def _leaf_plan(
     source_path: LeafPath,
     size: int,
 ) -> LeafPlan:
-    """Returns the plan that restores `leaf`, found at `source_path`, as `wanted`."""
     if not sources:  # a transform made the leaf without stored sources
         return LeafPlan(("init",), (), wanted, leaf.info, size, leaf.transforms)
     stored = sources[0].info

@@ -478,7 +478,6 @@ class Restore:
         return _find_start(state, origin, fresh)
 
     def has_optimizer(self) -> bool:
-        """Returns True if optimizer leaves come from the checkpoint."""
         return any(
             leaf.wanted is not None
             and "init" not in leaf.actions
@@ -492,7 +491,6 @@ class Restore:
         return describe_outcomes(self._planned)
 
     def find_files(self) -> set[Path]:
-        """Returns the files of arrays that this process reads."""
         sources = [s for leaf in self._recipe.derived for s in leaf.sources]
         derived = [
             _arrays.read_plan.ReadJob(source, source.info)
@@ -509,7 +507,6 @@ class Restore:
             ) from error
 
     def read(self) -> None:
-        """Reads the leaves that need no computation."""
         path = self._planned.path
         with (
             reader.replacements_reported(path, self._stored.stamp),
@@ -557,7 +554,6 @@ class Restore:
             )
 
     def build(self) -> PyTree:
-        """Returns the state, in the containers of the abstract state."""
         flat, values = self._recipe.flat, self._values
         with _failed_build_reported(self._planned.path):
             if flat is None:

@@ -123,7 +123,6 @@ def advise(
     has_state: bool,
     is_source: bool,
 ) -> RestorePlan:
-    """Returns the plan with the advice of the error that `make_error` returns."""
     argument = "source_transforms" if is_source else "transforms"
     groups = [] if has_transforms else _find_moved(planned, stored.table)
     advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
@@ -205,7 +204,6 @@ def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
 def _find_container(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> Moved | None:
-    """Returns a container in `free` that has all `lacking` leaves, or None."""
     first = next(iter(lacking)).split("/")
     candidates: dict[tuple[LeafPath, LeafPath], int] = {}
     for path in free:

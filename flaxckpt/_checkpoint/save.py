@@ -318,7 +318,6 @@ def without_optimizer(table: LeafTable) -> LeafTable:
 
 
 def has_optimizer(state: PyTree) -> bool:
-    """Returns True if the state has optimizer leaves."""
     return bool(_state.flax_state.flatten(state).optimizer_facts)
 
 

@@ -337,7 +337,6 @@ _Parts: TypeAlias = tuple[dict[str, int], ...]
 
 
 def _send(operation: Operation, files: Mapping[str, bytes], parts: _Parts) -> None:
-    """Sends the metadata of the checkpoint to the other processes."""
     pieces = pack_metadata(files, parts)
     operation.first("sealed", lambda: str(len(pieces)))
     for n, piece in enumerate(pieces):
@@ -345,7 +344,6 @@ def _send(operation: Operation, files: Mapping[str, bytes], parts: _Parts) -> No
 
 
 def pack_metadata(files: Mapping[str, bytes], parts: _Parts) -> list[str]:
-    """Returns the messages with the metadata of a checkpoint."""
     names = {name: len(content) for name, content in files.items()}
     content = b"".join([json.dumps([names, parts]).encode(), b"\n", *files.values()])
     text = _to_text(zlib.compress(content, 1))
@@ -354,7 +352,6 @@ def pack_metadata(files: Mapping[str, bytes], parts: _Parts) -> list[str]:
 
 
 def _receive(operation: Operation) -> tuple[dict[str, bytes], _Parts]:
-    """Returns the metadata of the checkpoint, and the parts."""
     count = int(operation.first("sealed", str))
     text = "".join([operation.first(f"sealed.{n}", str) for n in range(count)])
     head, _, rest = zlib.decompress(base64.b64decode(text)).partition(b"\n")

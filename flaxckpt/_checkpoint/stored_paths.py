@@ -88,5 +88,4 @@ class StoredPaths:
 
     @_util.forks.lazy
     def _boxed(self) -> Mapping[LeafPath, tuple[Box, ...]]:
-        """The wanted leaves in boxes, with their boxes."""
         return _state.boxes.find(self._wanted.structure)

@@ -225,7 +225,6 @@ def arrays_of(stored: Stored, item: str) -> dict[LeafPath, Leaf]:
 
 
 def is_array(leaf: Leaf) -> bool:
-    """Returns True if a leaf is stored as an array."""
     return isinstance(leaf.source, StoredLeaf) and leaf.source.open is not None
 
 
@@ -251,8 +250,6 @@ class _Chunk(NamedTuple):
 
 
 class _FileChunk(NamedTuple):
-    """A chunk in a file of a database."""
-
     place: Place
     leaf: LeafPath
     chunk: _Chunk
@@ -364,7 +361,6 @@ class FileCheck:
         self._chunks = sorted(chunks, key=lambda chunk: chunk.place.offset)
 
     def run(self, root: Path, findings: Findings) -> None:
-        """Reads the file below the checkpoint `root`."""
         file = root / self._name
         known_size = _storage.of(file).known_size(file, root)
         if known_size is not None and known_size > (self._size or known_size):

@@ -125,8 +125,6 @@ class VerifyReport:
 
 
 class Check(NamedTuple):
-    """A check of a leaf or a file, or of the `file` of a leaf."""
-
     name: str
     run: Callable[[], object]
     file: str = ""

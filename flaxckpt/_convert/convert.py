@@ -119,7 +119,6 @@ def convert(
 
 
 def convert_to(src: PathLike, final: Path, options: ConvertOptions) -> SaveResult:
-    """Converts the checkpoint `src` to the path `final`; see `convert`."""
     start = time.monotonic()
     _storage.modes.check(options.permissions, final)
     source = _storage.paths.resolve(src)
@@ -316,7 +315,6 @@ def _check_readable(journal: Journal, target: writers.Target, step: int | None) 
 
 
 def _publish(output: Path, final: Path, *, overwrite: bool) -> None:
-    """Moves the new checkpoint to its final path."""
     if output.is_dir() and overwrite and final.is_dir():
         _storage.rename.exchange(output, final)
     elif output.is_dir() and not (overwrite and final.exists()):

@@ -292,6 +292,5 @@ def _programs_digest(state: writers.State) -> str:
 
 
 def source_roots(state: writers.State) -> list[Path]:
-    """Returns the checkpoints with the sources of the leaves."""
     stored = [source for leaf in state.table.values() for source in leaf.stored]
     return list(dict.fromkeys(source.root for source in stored))

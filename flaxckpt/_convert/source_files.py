@@ -35,7 +35,6 @@ def _files(source: Path) -> Iterator[Path]:
 
 
 def changed(stamps: Iterable[_storage.Stamp]) -> list[str]:
-    """Returns the paths of files changed since their stamps."""
     return [str(stamp.path) for stamp in stamps if not stamp.is_current()]
 
 

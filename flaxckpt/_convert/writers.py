@@ -62,7 +62,6 @@ class State:
         return tuple([leaf.info for leaf in self.table.values()])
 
     def pieces(self, *, by_chunk: bool) -> list[Piece]:
-        """Returns all values, split into pieces."""
         return [
             piece
             for leaf in self.table.values()
@@ -93,9 +92,7 @@ class Target(Protocol):
         """Prepares the output, and returns the pieces of `done` still on disk."""
         ...
 
-    def write(self, ready: Sequence[tuple[Piece, Array]]) -> None:
-        """Writes pieces durably."""
-        ...
+    def write(self, ready: Sequence[tuple[Piece, Array]]) -> None: ...
 
     def finish(self, output: Path) -> None:
         """Writes all other files, after all pieces."""
@@ -106,8 +103,6 @@ class Target(Protocol):
 
 
 class _FlatTarget:
-    """Writer for files with consecutive arrays."""
-
     def __init__(
         self, state: State, layouts: Sequence[file_layout.FileLayout], result: str
     ) -> None:
@@ -219,8 +214,6 @@ def _msgpack_target(state: State, final: Path) -> Target:
 
 
 class _OrbaxTarget:
-    """Writer for the format of `save`."""
-
     def __init__(self, state: State, final: Path) -> None:
         self._state = state
         self._output = Path()

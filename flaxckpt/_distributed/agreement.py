@@ -71,7 +71,6 @@ class Processes:
         return group.join(kind, self._directory, timeout_secs=self._timeout_secs)
 
     def are_several(self) -> bool:
-        """Returns True for more than one process."""
         return _util.job.is_distributed()
 
 

@@ -47,7 +47,6 @@ class Heartbeats:
         self._lock = threading.Lock()
 
     def has_heard(self, process: int) -> bool:
-        """Returns True if a process has sent a heartbeat."""
         return process in self._heard
 
     def silent_secs(self, process: int) -> float:

@@ -18,9 +18,7 @@ from urllib.parse import quote, unquote
 class KeyValueStore(Protocol):
     """Key-value store of short texts, shared by all processes."""
 
-    def set(self, key: str, text: str) -> None:
-        """Sets or replaces a text."""
-        ...
+    def set(self, key: str, text: str) -> None: ...
 
     def get(self, key: str, timeout_secs: float) -> str:
         """Waits for a text, or raises TimeoutError."""
@@ -30,9 +28,7 @@ class KeyValueStore(Protocol):
         """Returns the texts below `prefix`: the rest of each key -> text."""
         ...
 
-    def delete(self, prefix: str) -> None:
-        """Deletes all texts below `prefix`."""
-        ...
+    def delete(self, prefix: str) -> None: ...
 
 
 class FileStore:
@@ -72,7 +68,6 @@ class FileStore:
         return texts
 
     def delete(self, prefix: str) -> None:
-        """Deletes all texts below `prefix`."""
         for name, _ in self._below(prefix):
             (self._directory / name).unlink(missing_ok=True)
 

@@ -57,7 +57,6 @@ class ApartError(Exception):
 
 
 def failed_processes(failures: Iterable[Failure]) -> set[int]:
-    """Returns the indices of failed processes."""
     return {failure.process for failure in failures}
 
 
@@ -82,11 +81,9 @@ class Messages:
         return self._store.get(f"{self._name}/{stage}", timeout_secs)
 
     def report(self, stage: str, text: str) -> None:
-        """Reports to process 0 that this process has reached a stage."""
         self._store.set(f"{self._name}/{stage}-of/{self._index}", text)
 
     def get_report(self, stage: str, process: int, timeout_secs: float) -> str | None:
-        """Returns the report of a process about a stage; None without a report."""
         try:
             return self._store.get(f"{self._name}/{stage}-of/{process}", timeout_secs)
         except TimeoutError:
@@ -95,12 +92,10 @@ class Messages:
     # ---- failures -----------------------------------------------------------------
 
     def fail(self, failure: Failure) -> None:
-        """Records the failure of a process."""
         key = f"{self._name}/failed/{failure.process}"
         self._store.set(key, json.dumps(failure))
 
     def failures(self) -> tuple[Failure, ...]:
-        """Returns all failures recorded until now."""
         texts = self._store.list(f"{self._name}/failed").values()
         return tuple(sorted(Failure(*json.loads(text)) for text in texts))
 

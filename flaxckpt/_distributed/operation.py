@@ -219,12 +219,10 @@ class Operation:
 
     @property
     def index(self) -> int:
-        """Index of this process."""
         return self._group.index
 
     @property
     def count(self) -> int:
-        """Number of processes."""
         return self._group.count
 
     def __enter__(self) -> Self:
@@ -241,7 +239,6 @@ class Operation:
         self.close()
 
     def close(self) -> None:
-        """Ends the operation for this process."""
         self._group.end(self, all_reported=self._all_reported)
 
     # ---- stages ------------------------------------------------------------------

@@ -152,7 +152,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return False
 
     def _names(self) -> Sequence[str]:
-        """Returns the names in the query of a request."""
         _, _, query = self.path.partition("?")
         return urllib.parse.parse_qs(query, True).get("name", ())
 

@@ -126,7 +126,6 @@ def _import_reader(format_name: str) -> Reader:
 
 
 def identify(path: Path) -> DetectedFormat | None:
-    """Returns the format of the checkpoint `path`; None if not recognised."""
     with _storage.read_errors.reading(path), _storage.paths.listing_cache(path):
         return find_format(path)
 

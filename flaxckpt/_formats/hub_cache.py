@@ -82,7 +82,6 @@ def check_link(file: Path) -> None:
 
 
 def _find_blobs(directory: Path) -> Path | None:
-    """Returns the blobs of the model with a resolved directory, or None."""
     for snapshots in directory.parents:
         model = snapshots.parent
         if snapshots.name == _SNAPSHOTS and model.name.startswith(_PREFIX):

@@ -231,7 +231,6 @@ def json_advice(file: Path) -> str:
 
 
 def read_step_metadata(path: Path) -> StepMetadata:
-    """Returns the metadata of the step `path`, apart from metrics."""
     return StepMetadata.from_json(read_json(path / CHECKPOINT, path))
 
 
@@ -276,7 +275,6 @@ def _check_tree(path: Path) -> None:
 
 
 def is_tree(path: Path) -> bool:
-    """Returns True if `path` holds a tree of arrays."""
     return (path / TREE).is_file() or bool(signatures.read_first_keys(path / AGGREGATE))
 
 
@@ -319,7 +317,6 @@ def read_file(
 
 
 def read_json(path: Path, checkpoint: Path) -> dict[str, Any]:
-    """Returns the object in a required JSON file of a checkpoint."""
     return orbax_json.loads(read_file(path, checkpoint), path)
 
 
@@ -419,7 +416,6 @@ def read_strings(
     infos: Sequence[LeafInfo],
     digest: str | None = None,
 ) -> dict[LeafPath, str]:
-    """Returns the string leaves of an item, with `names` on disk, by leaf path."""
     leaves = {
         info.path: name
         for name, info in zip(names, infos, strict=True)

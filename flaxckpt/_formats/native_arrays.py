@@ -354,8 +354,6 @@ _MAX_DIGESTED_BYTES = 2**30
 
 
 class _DigestChecks:
-    """Compares files of arrays with their digests, once each."""
-
     def __init__(self, arrays: Arrays) -> None:
         self._root = arrays.root
         self._max_bytes = _MAX_DIGESTED_BYTES if arrays.ocdbt else sys.maxsize

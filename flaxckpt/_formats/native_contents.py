@@ -186,7 +186,6 @@ def seal(
 
 
 def _digests_of_files(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns the digests of files under `root`: name -> digest."""
     return {
         name: digest
         for name in names

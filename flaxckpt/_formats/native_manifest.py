@@ -70,7 +70,6 @@ class Manifest(NamedTuple):
         return native_checksums.choose_bytes(self.infos, self.encoding)
 
     def to_json(self) -> dict[str, JSON]:
-        """Returns a new manifest, of the latest version."""
         assert self.encoding is not None  # only old manifests are without
         data: dict[str, JSON] = {
             "format": "flaxckpt",
@@ -223,7 +222,6 @@ def parse_state(
 
 
 def leaf_row(info: LeafInfo) -> JSON:
-    """Returns the row of a leaf; the inverse of `_parse_leaf`."""
     row: dict[str, JSON] = {"path": info.path, "type": info.python_type}
     if info.kind in ("array", "prng_key", "scalar"):
         row |= {"dtype": info.dtype, "shape": info.shape, "chunks": info.chunk_shape}
@@ -403,7 +401,6 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Returns the versions of the packages used in a save."""
     versions = {}
     for name in ("jax", "flaxckpt", "flax", "optax", "tensorstore"):
         try:

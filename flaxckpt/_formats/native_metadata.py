@@ -175,7 +175,6 @@ def _evidence_of_metrics(path: Path) -> str | None:
 
 
 def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
-    """Returns True if `metrics` match a recorded digest, or none was recorded."""
     file = path / METRICS_DIGESTS
     if not _storage.of(path).exists(file):
         return True
@@ -225,7 +224,6 @@ def merge_metrics(
 
 
 def _copy(value: Any) -> Any:
-    """Returns a copy of nested dicts and lists."""
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value

@@ -50,7 +50,6 @@ def check(infos: Sequence[LeafInfo], names: Sequence[str]) -> None:
 
 
 def make_items(state: object, dataset: object) -> items.Items:
-    """Returns the items for the options `items` and `dataset_item`, checked."""
     if not isinstance(state, str):
         if not isinstance(state, Sequence):
             raise errors.OptionError(

@@ -67,7 +67,6 @@ class StepMetadata(NamedTuple):
     custom: Mapping[str, JSON] = MappingProxyType({})
 
     def to_json(self) -> dict[str, JSON]:
-        """Returns the content for a commit at this moment."""
         return {
             "item_handlers": self.handlers,
             "metrics": {},
@@ -211,7 +210,6 @@ class TreeMetadata(NamedTuple):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TreeMetadata:
-        """Parses the content, of which `tree_files` is the inverse."""
         ocdbt = data.get("use_ocdbt")
         return cls(
             [

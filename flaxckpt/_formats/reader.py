@@ -177,8 +177,6 @@ class Stored:
 
 
 class Reader(Protocol):
-    """Reads a format."""
-
     def read(
         self, path: Path, *, step: int | None, resolve: _state.treedef.Resolve
     ) -> Stored:

@@ -191,7 +191,6 @@ def mismatch_error(index_file: Path, faults: list[str]) -> errors.CheckpointErro
 
 
 def damaged_error(path: Path, error: Exception) -> errors.DamagedCheckpointError:
-    """Returns the error for a file that cannot be read."""
     kind = _suffix(path).removeprefix(".")
     return errors.DamagedCheckpointError(
         f"{path} is not an intact {kind} checkpoint:"

@@ -41,7 +41,6 @@ _STORES = ("file", "gfile", "gcs")
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays."""
     file = path / recognise.T5X_FILE if path.is_dir() else path.resolve()
     stamp = _storage.stamp(file)
     tree = orbax_aggregate.read_tree(file)

@@ -144,7 +144,6 @@ def _type_of(leaf: object) -> object:
 
 
 def _nest(leaves: Mapping[str, Any]) -> PyTree:
-    """Builds nested dicts from leaf paths."""
     if leaves.keys() == {""}:
         return leaves[""]
     return _state.tree.nest_values(

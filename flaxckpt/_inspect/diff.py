@@ -353,7 +353,6 @@ def _branch_of(path: LeafPath) -> LeafPath:
 def _pair_metrics(
     a: Mapping[str, float], b: Mapping[str, float]
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Returns metric -> its value in each checkpoint."""
     return {name: (a.get(name), b.get(name)) for name in (*a, *b)}
 
 
@@ -389,7 +388,6 @@ class _Order:
             self._branches.setdefault(_branch(path), len(self._branches))
 
     def place(self, path: LeafPath) -> tuple[bool, int]:
-        """Returns the sort key of a leaf's branch."""
         is_optimizer = mirrors.is_optimizer_leaf(path, self._infos[path])
         return is_optimizer, self._branches[_branch(path)]
 
@@ -488,7 +486,6 @@ def _read(
 
 
 def _reason(path: LeafPath, error: errors.DamagedCheckpointError) -> str:
-    """Returns why the leaf `path` cannot be read."""
     reasons = [
         why if source == path else f"{source}: {why}"
         for source, why in error.leaves.items()
@@ -508,7 +505,6 @@ class _Differences:
     squares: float = 0.0
 
     def add(self, a: Array, b: Array) -> None:
-        """Compares the values of a piece."""
         self.squares += _square(_state.bits.as_wide(a))
         differs = _differing(a, b)
         if differs is None:

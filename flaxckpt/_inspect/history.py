@@ -56,7 +56,6 @@ class SavedStep:
 
     @property
     def exists(self) -> bool:
-        """True if the step exists."""
         return self.deleted is None
 
     @property
@@ -135,7 +134,6 @@ class _Journal:
         self._durable: dict[int, int] = {}
 
     def steps(self) -> dict[int, SavedStep]:
-        """Returns the last durable save of each step."""
         return {step: self.saves[at] for step, at in self._durable.items()}
 
     def add(self, event: Event) -> None:
@@ -158,7 +156,6 @@ class _Journal:
 
 
 def _read(event: Event, save: SavedStep) -> dict[str, Any]:
-    """Returns the fields of a save that an event changes."""
     details = event.details
     blocked = _number(details.get("blocked_secs"), _LONGEST)
     match event.kind:

@@ -71,7 +71,6 @@ class Listing:
 
     @property
     def has_damage(self) -> bool:
-        """True if a step is damaged."""
         return any(step.damage is not None for step in self.steps)
 
 

@@ -239,7 +239,6 @@ def _check_arguments(train_step: Callable[..., Any], dataset: Any) -> None:
 
 
 def _choose_steps(checkpointer: Checkpointer, step_a: int, step_b: int) -> list[int]:
-    """Returns the steps of all checkpoints from `step_a` to `step_b`."""
     first = _util.arguments.check_int("step_a", step_a, least=0)
     last = _util.arguments.check_int("step_b", step_b, least=0)
     if last <= first:

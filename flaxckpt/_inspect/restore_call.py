@@ -35,7 +35,6 @@ class RestoreCall(NamedTuple):
     as_source: bool = False
 
     def plan(self) -> RestorePlan:
-        """Returns the plan; reads no arrays."""
         default: Any = "exact" if self._is_by_path else "match"
         return _checkpoint.restore.plan_for_target(
             self.path,

@@ -34,11 +34,9 @@ class RunView:
 
     @property
     def paths(self) -> dict[int, Path]:
-        """The paths of the steps, ascending."""
         return {number: step.path for number, step in self.steps.items()}
 
     def rules(self, keep: Sequence[PreservationPolicy] | None = None) -> Rules | None:
-        """Returns rules with the policies `keep`, or the recorded rules, or None."""
         if keep is not None:
             return Rules(keep=policies.check(keep, "keep"))
         return _run.settings.read_rules(self.root, self.paths)

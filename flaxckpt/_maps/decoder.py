@@ -165,7 +165,6 @@ MAXTEXT_NORMS = (
 
 
 def maxtext_mlp(source: str, target: str) -> tuple[Tensor, ...]:
-    """Returns the rows of `mlp` of the layers `source`."""
     names = "{m:wi_0|wi_1|wo}"
     form = "o e -> e o"
     return (Tensor(f"{source}.mlp.{_MLP}.weight", f"{target}/{names}/kernel", form),)

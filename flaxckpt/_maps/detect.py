@@ -108,7 +108,6 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def unknown_family(config: Mapping[str, Any], subject: str) -> errors.OptionError:
-    """Returns the error for a configuration without a family."""
     kind = config.get("model_type")
     if kind is None:
         return errors.OptionError(

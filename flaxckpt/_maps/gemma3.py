@@ -23,7 +23,6 @@ _SCALES = ("self_attn.{q:q_norm|k_norm}", _NORMS)
 
 
 def _maxtext(source: str, target: str) -> tuple[Tensor, ...]:
-    """Returns the rows of layers of MaxText."""
     norms = f"{target}/self_attention/{{q:query_norm|key_norm}}/scale"
     return (
         *gemma.layers(source, target),

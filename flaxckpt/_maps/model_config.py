@@ -26,7 +26,6 @@ configuration of transformers, which has a method `to_dict`."""
 
 
 def read_config(config: Config) -> dict[str, JSON]:
-    """Returns a configuration, in any of the forms of `Config`, as a dict."""
     if isinstance(config, Mapping):
         return dict(config)
     if _util.arguments.is_path(config):

@@ -62,7 +62,6 @@ def check(
 
 
 def _find_size(config: Mapping[str, Any], axis: str) -> tuple[str, int | None]:
-    """Returns the chosen rule for the size of an axis, and the size."""
     chosen = model_config.choose(config, axis)
     return (
         ("any", None)
@@ -81,7 +80,6 @@ def _format(sizes: Sequence[tuple[str, int | None]]) -> str:
 def _match(
     rules: Sequence[Rule], shapes: Mapping[LeafPath, Shape]
 ) -> Iterator[tuple[LeafPath, tuple[str, ...]]]:
-    """Yields the tensors that have a rule, with the rules of their axes."""
     for path in shapes:
         for rule in rules:
             if rule.pattern.fullmatch(path):

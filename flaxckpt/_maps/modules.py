@@ -77,7 +77,6 @@ def array(
 
 
 def under(condition: str, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the rows, under a further condition."""
     return tuple(
         t._replace(when=" and ".join(filter(None, (condition, t.when))))
         for t in tensors

@@ -165,7 +165,6 @@ def family_of_config(name: str, config: Mapping[str, Any] | None) -> Family:
 def family_of_export(
     map: str | Sequence[Transform], config: Mapping[str, Any] | None
 ) -> Family | None:
-    """Returns the family that an exported configuration is of; None if unknown."""
     if config is None:
         return None
     if isinstance(map, str) and map != AUTO:

@@ -62,7 +62,6 @@ def mark(
 
 
 def unmark(path: Path, step: int | None, events: Stream) -> None:
-    """Removes the marker of a step that is good."""
     if _steps.markers.is_damaged(path):
         _steps.markers.unmark_damaged(path)
         events.emit("found_good", step, path=path)

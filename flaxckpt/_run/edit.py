@@ -70,7 +70,6 @@ def write_run_metadata(
 
 
 def pin(path: Path) -> None:
-    """Keeps the step `path` regardless of the policies."""
     with _change(path, "pin"):
         pinned = _steps.markers.pin(path)
         try:
@@ -98,7 +97,6 @@ def _check_not_being_deleted(path: Path) -> None:
 
 
 def unpin(path: Path) -> None:
-    """Removes the pin of the step `path`."""
     with _change(path, "unpin"):
         _steps.markers.unpin(path)
 

@@ -105,7 +105,6 @@ class Stream:
         return is_new
 
     def unsubscribe(self, sink: Sink) -> None:
-        """Delivers pending events, and removes a sink."""
         self.deliver()
         self._sinks = [s for s in self._sinks if not _is_same(sink, s.sink)]
 
@@ -174,7 +173,6 @@ class _Receiver:
 
     @property
     def name(self) -> str:
-        """Name of the sink, for messages."""
         name = getattr(self.sink, "__qualname__", type(self.sink).__qualname__)
         return f"the event sink {name}"
 

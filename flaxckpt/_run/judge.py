@@ -396,10 +396,8 @@ def with_damage(
 
 
 def list_first(names: Sequence[str]) -> str:
-    """Returns the first names, for messages."""
     return errors.first_few([errors.printable(name) for name in names], 3)
 
 
 def describe_item(item: str) -> str:
-    """Returns the item, as a message names it."""
     return "the dataset state" if item == _formats.items.DATASET else f"the item {item}"

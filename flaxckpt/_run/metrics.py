@@ -30,7 +30,6 @@ class FileCache(Generic[T]):
         return self.read(path)[1]
 
     def read(self, path: Path) -> tuple[_storage.Stamp, T]:
-        """Returns the value of the step `path`, with the stamp of the file read."""
         stamp = _storage.stamp(path / self._file)
         cached = self._values.get(path)
         if cached is None or cached[0] != stamp:
@@ -38,14 +37,12 @@ class FileCache(Generic[T]):
         return cached
 
     def forget(self, *, all_but: Collection[Path] = ()) -> None:
-        """Forgets the values of all steps except `all_but`."""
         for path in list(self._values):  # other threads may add to it
             if path not in all_but:
                 self._values.pop(path, None)
 
 
 def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
-    """Returns the metrics stored with the step `path`; None if unreadable."""
     try:
         content = _formats.native_metadata.load_metrics(path, step)
         return _formats.native_metadata.flatten_metrics(content)

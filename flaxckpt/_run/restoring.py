@@ -103,7 +103,6 @@ class Restores:
         fallback: bool,
         options: RestoreOptions,
     ) -> Restored:
-        """Restores a step; see `Checkpointer.restore`."""
         request = _Request(abstract_state, dataset, self._complete(options))
         with (
             _storage.read_errors.explain_errors(self._run.saves_in),

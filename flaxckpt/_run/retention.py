@@ -49,7 +49,6 @@ class _Decision(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is to be deleted."""
         return not (self.doomed or self.items)
 
 

@@ -78,7 +78,6 @@ class RunStep:
 
     @property
     def temporary(self) -> bool:
-        """True if a newer permanent step replaces this step."""
         return self.markers.temporary
 
     @property
@@ -152,7 +151,6 @@ class RunIndex:
         self._values = _Values(step_format.step)
 
     def read(self) -> dict[int, RunStep]:
-        """Returns the current steps and former steps, ascending."""
         elsewhere: run_metrics.MetricsByStep = {}
         if self._metrics_from is not None:
             elsewhere = run_metrics.parse_by_step(self._metrics_from())
@@ -191,7 +189,6 @@ class RunIndex:
         return steps
 
     def listed(self) -> dict[int, RunStep]:
-        """Returns the steps of `read` without the marker of damage."""
         return {n: step for n, step in self.read().items() if not step.is_marked}
 
     def paths(self) -> dict[int, Path]:
@@ -199,7 +196,6 @@ class RunIndex:
         return {e.step: e.path for e in self._entries() if not e.is_damaged}
 
     def damaged_paths(self) -> dict[int, Path]:
-        """Returns the steps marked as damaged, ascending."""
         return {e.step: e.path for e in self._entries() if e.is_damaged}
 
     def metrics(self, path: Path) -> Mapping[str, float]:
@@ -207,7 +203,6 @@ class RunIndex:
         return self._values.metrics(path) or {}
 
     def forget(self) -> None:
-        """Forgets all values read until now."""
         self._values.forget()
 
 

@@ -118,7 +118,6 @@ class RunSteps:
     # ---- finding ----------------------------------------------------------------
 
     def paths(self) -> dict[int, Path]:
-        """Returns the steps without damage markers, ascending."""
         return self.retention.index.paths()
 
     def known_paths(self) -> dict[int, Path]:
@@ -130,14 +129,12 @@ class RunSteps:
         return self.paths()
 
     def damaged_paths(self) -> dict[int, Path]:
-        """Returns the steps marked as damaged, ascending."""
         return self.retention.index.damaged_paths()
 
     def metrics(self, path: Path) -> Mapping[str, float]:
         return self.retention.index.metrics(path)
 
     def find_best(self, policy: policies.BestN) -> int | None:
-        """Returns the best step by the metric of `policy`, or None."""
         return max(policy.preserved(self._ranked_steps()), default=None)
 
     def _ranked_steps(self) -> list[RunStep]:
@@ -145,7 +142,6 @@ class RunSteps:
         return [step for step in steps if step.is_counted]
 
     def warn_of_unknown(self, metric: str) -> None:
-        """Warns if the steps have metrics, and none has `metric`."""
         names = {name for path in self.paths().values() for name in self.metrics(path)}
         if names and metric not in names:
             _log.warning(
@@ -156,7 +152,6 @@ class RunSteps:
             )
 
     def forget(self) -> None:
-        """Forgets all values read until now."""
         self.retention.index.forget()
 
     def has_any(self) -> bool:
@@ -195,7 +190,6 @@ class RunSteps:
             _log.warning("%s", self.describe_left_out(found))
 
     def damage_reasons(self) -> dict[int, str]:
-        """Returns the reason for each damage marker: step -> reason."""
         return {
             step: _steps.markers.damage_reason(path)
             for step, path in self.damaged_paths().items()
@@ -286,7 +280,6 @@ class RunSteps:
             )
 
     def markers_of_new(self, step: int, *, overwrite: bool) -> dict[str, bytes]:
-        """Returns further markers of a new step: file name -> content."""
         return {}
 
     def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:
@@ -294,7 +287,6 @@ class RunSteps:
         return contextlib.nullcontext()
 
     def has_pending_uploads(self) -> bool:
-        """Returns True if steps in a staging directory are to be uploaded."""
         return False
 
     def open_uploads(self) -> bool:

@@ -74,7 +74,6 @@ class Saves:
         self._standstill = datasets.Standstill()
 
     def request(self, step: int, **fields: Any) -> SaveRequest:
-        """Returns the request of a save, with further fields."""
         return SaveRequest(
             path=self._run.saves_in / self._run.format.name(step),
             options=self._options,
@@ -94,7 +93,6 @@ class Saves:
             self._run.check_no_checkpoint()
 
     def save(self, request: SaveRequest, state: PyTree) -> SaveHandle:
-        """Waits for the previous save, and begins a save."""
         with self._lock.get():
             operation = self._processes.begin("save", f"step {request.step}")
             with _distributed.agreement.report_failure(operation):

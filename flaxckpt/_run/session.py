@@ -22,9 +22,7 @@ _MOST_SAVES_BY_SINKS = 8
 class Trainer(Protocol):
     """A training loop, called when its `Checkpointer` closes."""
 
-    def before_close(self) -> None:
-        """Saves the last step, if not yet saved."""
-        ...
+    def before_close(self) -> None: ...
 
     def after_close(self) -> None:
         """Cleans up after all saves are durable or failed."""

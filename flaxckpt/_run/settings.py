@@ -149,7 +149,6 @@ def read_rules(root: Path, paths: Mapping[int, Path]) -> judge.Rules | None:
 def last(
     journal: Sequence[Event], names: Mapping[int, str] = MappingProxyType({})
 ) -> RunSettings | None:
-    """Returns the last settings in a journal, or None; `names` as for `read`."""
     for event in reversed(journal):
         if event.kind != "configured" or not _has_format(event, names):
             continue

@@ -124,7 +124,6 @@ def largest(distances: _Array) -> int | float:
 
 
 def as_wide(array: _Array) -> _Array:
-    """Converts values to float64, or complex128."""
     kind: Any = np.complex128 if np.iscomplexobj(array) else np.float64
     return np.asarray(array).astype(kind)
 

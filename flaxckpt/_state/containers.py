@@ -120,5 +120,4 @@ def _build_box(
 
 
 def _plain_keys(node: tree.Node | LeafPath) -> tuple[tree.Key, ...]:
-    """Returns the keys of a container; none for a leaf or a box."""
     return () if isinstance(node, str) or node.is_box else node.keys

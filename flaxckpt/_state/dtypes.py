@@ -85,7 +85,6 @@ def of_zarr_2(name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def stored_name(dtype_name: str) -> str | None:
-    """Returns the type that stores `dtype_name` on disk, or None."""
     if dtype_name in _STORED_AS_IS:
         return dtype_name
     return "uint8" if dtype_name in STORED_AS_BYTES else None

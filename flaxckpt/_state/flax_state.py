@@ -67,7 +67,6 @@ class FlatState:
         return optimizer_roles.find_facts(self.structure, self.optimizer_states)
 
     def table_with_roles(self) -> LeafTable:
-        """Returns the table with the role of each optimizer leaf."""
         return optimizer_roles.with_roles(self.table, self.optimizer_facts)
 
     def table_to_transform(self) -> LeafTable:
@@ -188,7 +187,6 @@ def flatten_plain(tree: PyTree) -> FlatTree:
 
 
 def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
-    """Returns the leaves of any pytree by path, of any type."""
     plain = nnx_objects.split(tree).tree
     entries = flatten_plain(plain).leaves
     return {path: entry.value for path, entry in entries.items()}

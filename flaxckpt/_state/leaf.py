@@ -226,7 +226,6 @@ class Leaf:
 
     @property
     def source(self) -> Source:
-        """The only source of the leaf."""
         [source] = self.sources
         return source
 

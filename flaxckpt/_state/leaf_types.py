@@ -72,13 +72,11 @@ _by_name: dict[str, LeafType] = {}
 
 
 def add(leaf_type: LeafType) -> None:
-    """Adds a leaf type, or replaces the one of the same class."""
     _by_class[leaf_type.cls] = leaf_type
     _by_name[leaf_type.name] = leaf_type
 
 
 def of_class(cls: type) -> LeafType | None:
-    """Returns the leaf type of a class; None for other classes."""
     return _by_class.get(cls)
 
 
@@ -88,7 +86,6 @@ def of_name(name: str) -> LeafType | None:
 
 
 def is_leaf(value: object) -> bool:
-    """Returns True for a leaf of a registered class, or its parts."""
     return type(value) in _by_class or type(value) is LeafParts
 
 

@@ -70,7 +70,6 @@ class _Split(NamedTuple):
 
 
 def split(state: PyTree, whole_branches: bool = False) -> _Split:
-    """Replaces NNX objects by `nnx.State`s."""
     try:
         flatten.check_nesting(state, is_object)
         treedef: Any  # jax declares no attributes of it
@@ -324,7 +323,6 @@ def empty_attribute(
 
 
 def _children(node: Any) -> dict[LeafPath, Any] | None:
-    """Returns the children of an NNX object or container; None if it has none."""
     if is_object(node):
         # Those of an nnx.List are numbers in older versions of Flax.
         inner = vars(node).items()

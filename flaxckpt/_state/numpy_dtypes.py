@@ -38,7 +38,6 @@ def to_stored(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """Undoes `to_stored`, without a copy."""
     wanted = to_numpy(dtype_name)
     return array.view(wanted) if dtype_name in dtypes.STORED_AS_BYTES else array
 

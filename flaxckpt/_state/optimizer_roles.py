@@ -65,7 +65,6 @@ _LONGEST = 64
 
 
 def with_roles(table: LeafTable, facts: Mapping[LeafPath, LeafFacts]) -> LeafTable:
-    """Returns the table of a state with the role of each optimizer leaf."""
     return {
         path: Leaf(
             dataclasses.replace(leaf.info, role=facts[path].role(path)), leaf.sources

@@ -62,12 +62,10 @@ class Entry(Generic[_T]):
 
     @property
     def checkpoint(self) -> _T | None:
-        """The checkpoint recognised at the path, or None."""
         return self._recognised[0]
 
     @property
     def error(self) -> errors.CheckpointError | None:
-        """The error of `recognise`, or None."""
         return self._recognised[1]
 
     @property
@@ -124,11 +122,9 @@ class StepIndex(Generic[_T]):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers in the names of steps, ascending."""
         return sorted(self._named)
 
     def find(self, step: int) -> Entry[_T] | None:
-        """Returns the recognised entry of a step, or None."""
         return next((e for e in self._named.get(step, ()) if e.is_step), None)
 
     def find_doubtful(self, step: int) -> Entry[_T] | None:
@@ -152,7 +148,6 @@ class StepIndex(Generic[_T]):
 
     @functools.cached_property
     def steps(self) -> dict[int, Path]:
-        """Step -> path of the checkpoint, ascending."""
         entries = ((step, self.find(step)) for step in self.numbers)
         return {step: entry.path for step, entry in entries if entry is not None}
 
@@ -213,7 +208,6 @@ def find_links(
 
 
 def _entries(root: Path) -> list[Path]:
-    """Returns all paths in a directory; none if it is missing."""
     try:
         with _storage.read_errors.explain_errors(root):
             return list(root.iterdir())
@@ -298,7 +292,6 @@ def checkpoints_by_number(
 def _named_like_steps(
     root: Path, number: names.Number | None
 ) -> Iterator[tuple[Path, int]]:
-    """Yields each path with the name of a step, and the step."""
     paths = list(_finished(root))
     if number is None:
         number = names.number

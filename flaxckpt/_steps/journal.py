@@ -137,7 +137,6 @@ def describe_deletion(root: Path, step: int) -> str:
 
 
 def _last_lines(journal: Path) -> list[bytes]:
-    """Returns the last whole lines of a journal; none if missing."""
     try:
         return _storage.of(journal).last_lines(journal, _MAX_BYTES)
     except FileNotFoundError:

@@ -108,7 +108,6 @@ def mark_copied(path: Path, copies: int) -> None:
 
 
 def is_marker(name: str) -> bool:
-    """Returns True for the name of a marker, or of the file of a reader."""
     beginnings = (_storage.leases.READING, _ITEM_DELETED, _COPIES)
     return name in _NAMES or name.startswith(beginnings)
 
@@ -147,7 +146,6 @@ def pin_of(path: Path) -> dict[str, bytes]:
 
 
 def is_pinned(path: Path) -> bool:
-    """Returns True for a pinned step: all policies keep the step."""
     return (path / PIN).is_file()
 
 
@@ -165,12 +163,10 @@ def pin(path: Path) -> WrittenMarker:
 
 
 def unpin(path: Path) -> None:
-    """Leaves the step at `path` to the policies again."""
     _remove(path, PIN)
 
 
 def make_permanent(path: Path) -> None:
-    """Makes a temporary step permanent."""
     _remove(path, TEMPORARY)
 
 
@@ -292,7 +288,6 @@ class UploadMarker(NamedTuple):
 
 
 def read_upload_marker(path: Path) -> UploadMarker | None:
-    """Returns the upload marker of the step at `path`, or None."""
     try:
         row = _read_json(path / NOT_UPLOADED)
         return UploadMarker(

@@ -67,7 +67,6 @@ class StepFormat:
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        """Returns the step with the directory name `name`, or None."""
         before, _, after = _FIELD.sub("\0", self.template).partition("\0")
         digits = name.removeprefix(before).removesuffix(after)
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
@@ -109,13 +108,11 @@ _WAYS = {
 
 
 def number(name: str) -> int | None:
-    """Returns the number at the end of a name, or None."""
     match = _ANY_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def prefix(name: str) -> str:
-    """Returns the part of a name before the final number."""
     match = _ANY_NAME.fullmatch(name)
     return name[: match.start(1)] if match else name
 
@@ -139,12 +136,10 @@ def is_usual_prefix(text: str) -> bool:
 
 
 def is_usual(name: str) -> bool:
-    """Returns True for a usual step name: `3`, `step_3`, `checkpoint_3`."""
     return number(name) is not None and is_usual_prefix(prefix(name))
 
 
 def usual_number(name: str) -> int | None:
-    """Returns the step of a usual step name, or None."""
     return number(name) if is_usual(name) else None
 
 

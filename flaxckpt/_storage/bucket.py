@@ -42,8 +42,6 @@ def _nothing() -> bytes:
 
 
 class _Listing:
-    """A cached listing of the keys under a prefix."""
-
     def __init__(self, bucket: Bucket, prefix: str) -> None:
         self.bucket = bucket
         self.prefix = prefix
@@ -51,7 +49,6 @@ class _Listing:
         self.changes = 0
 
     def has(self, key: str) -> bool:
-        """Returns True if the listing contains the key."""
         keys = self.keys or []
         at = bisect.bisect_left(keys, key)
         return at < len(keys) and keys[at] == key
@@ -311,7 +308,6 @@ class Bucket:
                         self.delete(key)  # with retries
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the keys with a prefix, in ascending order."""
         listing = self._listing(prefix)
         return self._list(prefix) if listing is None else listing.under(prefix)
 
@@ -323,7 +319,6 @@ class Bucket:
         return sorted(key.decode(errors="surrogateescape") for key in keys)
 
     def has(self, key: str) -> bool:
-        """Returns True if the key exists."""
         if (listing := self._listing(key)) is not None:
             return listing.has(key)
         return self.read(key, start=0, stop=0) is not None

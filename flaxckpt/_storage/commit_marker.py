@@ -57,7 +57,6 @@ def _keys(path: RemotePath) -> list[str]:
 
 
 def is_committed(path: RemotePath) -> bool:
-    """Returns True if the commit marker exists."""
     return (path / MARKER).is_file()
 
 

@@ -288,7 +288,6 @@ def _started(pid: int) -> str:
 
 
 def _holder(lock: StoredValue) -> _Holder | None:
-    """Returns the holder of a lock; None if unreadable."""
     try:
         holder = _Holder(**json.loads(lock.value))
         return holder._replace(beat=float(holder.beat), until=float(holder.until))

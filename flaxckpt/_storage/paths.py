@@ -90,11 +90,9 @@ class RemotePath(_Base):
     # ---- listing ------------------------------------------------------------------
 
     def is_file(self) -> bool:
-        """Returns True if an object with exactly this key exists."""
         return bool(self.key) and self.store.has(self.key)
 
     def is_dir(self) -> bool:
-        """Returns True if keys exist below this path."""
         return bool(self.store.keys(self.prefix))
 
     def exists(self) -> bool:
@@ -208,12 +206,10 @@ class RemotePath(_Base):
 
 
 def missing_error(path: RemotePath) -> FileNotFoundError:
-    """Returns the error for an object that does not exist."""
     return FileNotFoundError(errno.ENOENT, "no such object", str(path))
 
 
 def real(path: Path) -> str:
-    """Returns `path` with all symbolic links resolved."""
     return str(path) if is_remote(path) else os.path.realpath(path)
 
 

@@ -300,7 +300,6 @@ class Stamp(NamedTuple):
     identity: tuple[int, ...] | None
 
     def is_current(self) -> bool:
-        """Returns True if the file remains unchanged."""
         return of(self.path).identity(self.path) == self.identity
 
 

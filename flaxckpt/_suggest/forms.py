@@ -26,7 +26,6 @@ class Axes(NamedTuple):
 
     @property
     def sizes(self) -> Shape:
-        """The sizes of all axes, the indices first."""
         return (*self.indices, *self.shape)
 
 
@@ -59,12 +58,10 @@ class Candidate(NamedTuple):
 
     @property
     def composed(self) -> int:
-        """The number of axes that are split or merged."""
         return sum(len(atoms) > 1 for atoms in (*self.left, *self.right))
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """The form without its sizes."""
         return self.left, self.right
 
 

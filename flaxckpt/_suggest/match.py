@@ -56,7 +56,6 @@ class Link:
 
     @property
     def shared(self) -> list[str]:
-        """The telling concepts that both names have."""
         pairs = itertools.product(self.source.meanings, self.target.meanings)
         return names.telling(max((a & b for a, b in pairs), key=len))
 
@@ -286,7 +285,6 @@ def match(sources: Sequence[Pattern], targets: Sequence[Pattern]) -> list[Match]
 
 
 def _by_end(pairs: Iterable[_Pair]) -> dict[tuple[str, int], list[_Pair]]:
-    """Groups pairs by their source, and by their target."""
     ends: dict[tuple[str, int], list[_Pair]] = defaultdict(list)
     for i, j in pairs:
         ends["source", i].append((i, j))

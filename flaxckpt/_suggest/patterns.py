@@ -54,12 +54,10 @@ class Pattern:
 
     @functools.cached_property
     def components(self) -> tuple[str, ...]:
-        """The components of the path, with `#` for the indices."""
         return tuple(names.HOLE.join(self.pieces).split("/"))
 
     @functools.cached_property
     def values(self) -> tuple[tuple[int, ...], ...]:
-        """The values of each index, in order."""
         return tuple(
             tuple(sorted({key[at] for key in self.members}))
             for at in range(len(self.words))
@@ -87,7 +85,6 @@ class Pattern:
         return tuple(parts[:end] for end in ends)
 
     def __str__(self) -> str:
-        """The name of the pattern, with `{}` for numbers."""
         text = self.pieces[0]
         for words, piece in zip(self.words, self.pieces[1:], strict=True):
             text += f"{{{'|'.join(words)}}}{piece}"
@@ -238,7 +235,6 @@ class Parts:
                 yield tuple(parts[role][0] for role in self._roles)
 
     def remove(self, parts: Iterable[Pattern]) -> None:
-        """Leaves out patterns that were joined."""
         for one in parts:
             for rest, role in self._places(one):
                 left = self._by_rest.get(rest, {}).get(role, [])

@@ -433,7 +433,6 @@ def _patterns_of(infos: Mapping[LeafPath, LeafInfo], fewest: int) -> list[Patter
 
 
 def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
-    """Returns the arrays of a table that are not an optimizer's."""
     leaves = outside(table).items()
     return {path: leaf.info for path, leaf in leaves if leaf.info.kind == "array"}
 
@@ -480,7 +479,6 @@ class _Guess:
             self._take_tied(tied, decision)
 
     def _take(self, match: Match, decision: forms.Decision) -> None:
-        """Adds a match: its rows, its leaves, and its ambiguities."""
         link = match.link
         confidence, reason = _judge(match, decision)
         is_sure = confidence >= SURE
@@ -612,7 +610,6 @@ class _Guess:
 
 
 def _alike(path: LeafPath) -> str:
-    """Returns a path without its numbers."""
     return re.sub("[0-9]+", names.HOLE, path)
 
 
@@ -632,7 +629,6 @@ def _by_kind(
 
 
 def _judge(match: Match, decision: forms.Decision) -> tuple[float, str]:
-    """Returns the confidence in a match, and the evidence."""
     link = match.link
     confidence = min(1.0, 0.4 + 0.6 * match.score)
     shared = link.shared

@@ -156,7 +156,6 @@ class _Fit(NamedTuple):
 
 @functools.cache
 def _layouts() -> tuple[_Layout, ...]:
-    """Returns all layouts of all families."""
     layouts = []
     for family in FAMILIES:
         for target, tensors in family.tables.items():

@@ -126,7 +126,6 @@ class KeptState:
         return self._graph is not None
 
     def matches(self, state: PyTree) -> bool:
-        """Returns True if `state` still has the reported values."""
         if self.fault:
             return False
         now = KeptState(state, self)

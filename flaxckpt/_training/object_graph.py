@@ -50,7 +50,6 @@ class ObjectGraph:
         self._contents = [_Contents(node) for node in containers]
 
     def _nodes(self) -> dict[tuple[Any, ...], Any]:
-        """Returns the objects, and all nodes in them, by path."""
         nodes = dict(_state.nnx_objects.loaded_nnx().iter_graph(self._objects))
         nodes[()] = self._objects
         return nodes
@@ -68,7 +67,6 @@ class ObjectGraph:
         return variables, slots
 
     def is_of(self, objects: Sequence[Any]) -> bool:
-        """Returns True if this graph was built from `objects`."""
         return _are_identical(objects, self._objects)
 
     def is_current(self) -> bool:
@@ -105,7 +103,6 @@ class ObjectGraph:
 
 
 def _are_identical(these: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Returns True if both sequences hold the same objects."""
     return len(these) == len(others) and all(map(operator.is_, these, others))
 
 
@@ -127,7 +124,6 @@ class _Contents:
         return list(self._items), list(self._items.values())
 
     def have_changed(self) -> bool:
-        """Returns True if keys, objects or variables have changed."""
         keys, values = self._now()
         if keys != self._keys or len(values) != len(self._values):
             return True

@@ -67,7 +67,6 @@ class Preemption:
         return self._exit_code is not None
 
     def begin(self) -> None:
-        """Starts watching for signals."""
         if self._watch is not None and self._watch.begin():
             self.is_handled = False
 

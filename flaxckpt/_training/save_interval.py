@@ -85,7 +85,6 @@ class SaveInterval:
         return {"overhead": self._overhead, "mtbf_secs": self._mtbf_secs}
 
     def begin_step(self) -> None:
-        """Records the time at which the loop begins a step."""
         self._step_began = self._clock()
 
     def end_step(self) -> Choice | None:

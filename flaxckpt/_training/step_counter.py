@@ -84,7 +84,6 @@ def _format(counts: Mapping[str, int]) -> str:
 
 
 def read_counters(state: PyTree) -> dict[str, int]:
-    """Returns the value of each step counter of a state, by path."""
     counts: dict[str, int] = {}
     parts: dict[str, Any] = {"state": state}
     if isinstance(state, Mapping):

@@ -71,7 +71,6 @@ class Triggers:
 
     @property
     def has_clock(self) -> bool:
-        """True if a trigger depends on the time."""
         return self._every_secs is not None or self._interval is not None
 
     def restart_clock(self) -> None:

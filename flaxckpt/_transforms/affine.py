@@ -79,7 +79,6 @@ class _Scaling(ValueMap):
         return self._fns.setdefault(factor, multiply_by(factor))
 
     def warn(self) -> None:
-        """Warns of moments that were guessed or left out."""
         if self.guessed:
             _log.warning(
                 "%s takes leaves for means of squared gradients, as of Adam: %s."

@@ -38,7 +38,6 @@ class Form(AxisMap):
 
     @classmethod
     def of_axes(cls, old: Sequence[Axis], new: Sequence[Axis]) -> Form:
-        """Returns the form from the axes `old` to the axes `new`."""
         return cls(f"{_format(old)} -> {_format(new)}", {}, tuple(old), tuple(new))
 
     @classmethod
@@ -88,7 +87,6 @@ class Form(AxisMap):
         return dataclasses.replace(self, sizes=known)
 
     def inverse(self) -> Form:
-        """Returns the form from the new axes to the old axes."""
         old, new = self.text.split(" -> ")
         return Form(f"{new} -> {old}", self.sizes, self.new, self.old)
 

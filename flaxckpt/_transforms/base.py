@@ -240,7 +240,6 @@ def _apply_some(transforms: Sequence[Transform], table: LeafTable) -> LeafTable:
 
 
 def _trace(table: LeafTable) -> LeafTable:
-    """Returns the table with leaf paths in the place of values."""
     return {
         path: leaf
         if leaf.info.kind == "empty"
@@ -250,7 +249,6 @@ def _trace(table: LeafTable) -> LeafTable:
 
 
 def describe(transforms: Iterable[Transform]) -> tuple[str, ...]:
-    """Returns the descriptions of transforms, for the record."""
     return tuple(
         str(transform)
         if isinstance(transform, TableTransform)

@@ -53,8 +53,6 @@ class _Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Dequantize(TableTransform):
-    """Implements `dequantize`."""
-
     pattern: re.Pattern[str]
     scale: str | None
     dtype: str

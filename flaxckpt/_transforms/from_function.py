@@ -24,8 +24,6 @@ Tree: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class _Function(TableTransform):
-    """Implements `from_function`."""
-
     fn: Callable[..., Any]
     style: Literal["tree", "save", "restore"]
     is_resuming: bool

@@ -271,7 +271,6 @@ class _Numbers:
         return range(self.start, end if self.stop is None else self.stop, self.stride)
 
     def options(self) -> dict[str, int | None]:
-        """Returns the arguments for `call`, without defaults."""
         stride = None if self.stride == 1 else self.stride
         return {"start": self.start or None, "stride": stride, "stop": self.stop}
 
@@ -358,8 +357,6 @@ def stack(
 
 @dataclasses.dataclass(frozen=True)
 class _Stacked(AxisMap):
-    """Stacks arrays along a new axis."""
-
     axis: int
 
     def __call__(self, *values: jax.Array) -> jax.Array:

@@ -79,8 +79,6 @@ class _Adapter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _MergeLora(TableTransform):
-    """Implements `merge_lora`."""
-
     source: str | None
     alpha: float | None
     rank: int | None

@@ -25,8 +25,6 @@ from flaxckpt._types import LeafPath
 
 @dataclasses.dataclass(frozen=True)
 class _Cast(TableTransform):
-    """Implements `cast`."""
-
     pattern: re.Pattern[str]
     dtype: str
     lossy: bool

@@ -16,8 +16,6 @@ from flaxckpt._types import PathLike
 
 @dataclasses.dataclass(frozen=True)
 class _Merge(TableTransform):
-    """Implements `merge`."""
-
     path: str
     step: int | None
     transforms: tuple[Transform, ...]

@@ -233,8 +233,6 @@ def _below_params(
 
 
 class _SettledMirrors:
-    """The mirrors found so far."""
-
     def __init__(self, params: Mapping[LeafPath, None], roots: _Roots) -> None:
         self.known: dict[LeafPath, Mirror] = {}
         self.unclear: dict[LeafPath, tuple[Slot, dict[str, LeafPath]]] = {}

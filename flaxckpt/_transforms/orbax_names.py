@@ -19,8 +19,6 @@ _Keys: TypeAlias = Sequence[JaxKey]
 
 @dataclasses.dataclass(frozen=True)
 class _AddFields(TableTransform):
-    """Implements `use_orbax_names`."""
-
     def __call__(self, table: LeafTable) -> LeafTable:
         keys = {
             path: _state.boxes.jax_keys(leaf.info)

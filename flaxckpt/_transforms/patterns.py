@@ -75,7 +75,6 @@ def name_nearest(
 
 
 def _plain(pattern: str) -> str:
-    """Removes characters from a pattern that no path contains."""
     return re.sub(r"\\[A-Za-z]|[\\()\[\]*+?^$|{}]", "", pattern)
 
 

@@ -68,7 +68,6 @@ class RemapRule:
 
     @functools.cached_property
     def loop(self) -> tuple[str, ...]:
-        """The indices that both names have."""
         return tuple(axis for axis in self.source.axes if axis in self.target.axes)
 
     @functools.cached_property
@@ -248,7 +247,6 @@ class Remap(TableTransform):
     def _without_ignored(
         self, table: LeafTable, chosen: Container[LeafPath]
     ) -> LeafTable:
-        """Returns the table without ignored leaves."""
         shared = _common_root([rule.source.beginning for rule in self.rules])
         within = shared if self.within is None else self.within
         others = [

@@ -145,8 +145,6 @@ def drop(pattern: str) -> TableTransform:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep(TableTransform):
-    """Implements `keep`."""
-
     pattern: re.Pattern[str]
 
     def __call__(self, table: LeafTable) -> LeafTable:
@@ -175,8 +173,6 @@ def keep(pattern: str) -> TableTransform:
 
 @dataclasses.dataclass(frozen=True)
 class _Assign(TableTransform):
-    """Implements `assign`."""
-
     rules: tuple[tuple[re.Pattern[str], str | None], ...]
     strict: bool
     wanted: LeafTable | None = None

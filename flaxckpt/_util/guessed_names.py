@@ -119,7 +119,6 @@ def _answers_of(place: str) -> Mapping[str, str]:
 
 
 def answer(place: str, name: str) -> str | None:
-    """Returns what to write instead of a guessed name, or None."""
     return _answers_of(place).get(name)
 
 

@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 
 
 def process_index() -> int:
-    """Returns the number of this process, from 0."""
     return int(jax.process_index())
 
 
@@ -105,7 +104,6 @@ class Service:
         self._client = client
 
     def set(self, key: str, text: str) -> None:
-        """Sets or replaces a text."""
         with _jax_errors_as_oserror():
             self._client.key_value_set(key, text, allow_overwrite=True)
 

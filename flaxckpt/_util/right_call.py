@@ -75,7 +75,6 @@ def nearest(function: Callable[..., Any], name: str) -> str | None:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns the parameters by name, without `self`."""
     parameters = inspect.signature(function).parameters
     return {
         name: parameter

@@ -136,7 +136,6 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Sets the flag, and wakes all that wait."""
         self._is_set = True
         with contextlib.suppress(RuntimeError):  # released by another call
             self._lock.release()

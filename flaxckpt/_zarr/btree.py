@@ -105,8 +105,6 @@ class Child(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """An encoded tree."""
-
     nodes: bytes
     manifest: bytes
 

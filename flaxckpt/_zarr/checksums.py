@@ -95,7 +95,6 @@ def check_place(name: str, found: int, recorded: int | None) -> None:
 
 
 def inner_count(chunk_bytes: int, segment_bytes: int) -> int:
-    """Returns the number of segments of a chunk without the last."""
     return max(-(-chunk_bytes // segment_bytes) - 1, 0)
 
 

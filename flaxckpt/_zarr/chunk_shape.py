@@ -229,7 +229,6 @@ def tile_shape(
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:
-    """Returns the number of chunks of shape `chunk` that cover `shape`."""
     return math.prod(-(-dim // c) for dim, c in zip(shape, chunk, strict=True))
 
 

@@ -267,7 +267,6 @@ def _codecs(codec: str, dtype: str, checksum: bool) -> list[JSON]:
 
 
 def database_key(name: str, key: str) -> str:
-    """Returns the key in a database for the key `key` of the array `name`."""
     return f"{name}/{key}" if name else key
 
 

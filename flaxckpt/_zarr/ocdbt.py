@@ -48,7 +48,6 @@ class DatabaseIndex:
         self._keys = list(self.values)
 
     def keys(self, prefix: str) -> list[str]:
-        """Returns the keys with a prefix, in ascending order."""
         start = prefix.encode()
         rest = itertools.islice(self._keys, bisect.bisect_left(self._keys, start), None)
         return [
@@ -141,7 +140,6 @@ class _Tree:
         self._least = b""  # no later key may be before it
 
     def read(self, manifest_bytes: int) -> dict[bytes, btree.Value]:
-        """Returns all keys and their values."""
         if manifest_bytes > _MAX_MANIFEST_BYTES:
             raise ValueError(
                 f"{DATABASE} has {manifest_bytes} bytes, wanted at most"

@@ -73,11 +73,9 @@ class _Verbs(click.Group):
     """The verbs; a verb's module is imported when the verb is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names of the verbs."""
         return [*_MODULES]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Returns the command of a verb; None for another name."""
         if cmd_name not in _MODULES:
             return None
         module = _doors.import_module(f"{__name__}.{_MODULES[cmd_name]}")

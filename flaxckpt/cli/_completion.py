@@ -78,7 +78,6 @@ def complete_leaf(
 def complete_step_or_leaf(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Completes a step, or a leaf of the newest step."""
     steps = complete_step(ctx, param, incomplete) if incomplete else []
     return [*complete_leaf(ctx, param, incomplete), *steps]
 

@@ -63,12 +63,10 @@ class Cell(NamedTuple):
 
 
 def print_document(value: Any) -> None:
-    """Prints a value as a JSON document."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass by name."""
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
 
 
@@ -94,7 +92,6 @@ def _plain(value: Any) -> Any:
 
 
 def leaf(info: LeafInfo) -> dict[str, Any]:
-    """Returns the JSON object of a leaf."""
     return {
         "type": str(info),
         "kind": info.kind,
@@ -111,7 +108,6 @@ def leaf(info: LeafInfo) -> dict[str, Any]:
 
 
 def print_line(text: str = "") -> None:
-    """Prints a line."""
     print(errors.printable(text))
 
 
@@ -160,7 +156,6 @@ def count_rows(lines: Sequence[str]) -> int:
 
 
 def print_paragraph(text: str, indent: str | None = None) -> None:
-    """Prints a paragraph; see `wrap`."""
     print("\n".join(wrap(text, indent)))
 
 
@@ -177,7 +172,6 @@ def print_command(purpose: str, command: str) -> None:
 
 
 def print_lines(text: str) -> None:
-    """Prints a text line by line."""
     for line in text.split("\n"):
         print_line(line)
 
@@ -234,7 +228,6 @@ def table_width(
 def table_lines(
     columns: Sequence[TextColumn], rows: Sequence[Sequence[str | Cell]]
 ) -> list[str]:
-    """Returns the lines of a table, with colors on a terminal."""
     cells = [[_cell(cell) for cell in row] for row in rows]
     widths = _column_widths(columns, cells)
     header = [Cell(column.heading, "bold") for column in columns]
@@ -270,7 +263,6 @@ def _width(text: str) -> int:
 
 
 def style_text(cell: Cell) -> str:
-    """Returns the text of a cell, with its style on a terminal."""
     if not cell.style or not is_terminal() or os.environ.get("NO_COLOR"):
         return cell.text
     words = cell.style.split()
@@ -284,7 +276,6 @@ def style_text(cell: Cell) -> str:
 
 
 def terminal_width() -> int:
-    """Returns the width of the terminal in columns."""
     return shutil.get_terminal_size().columns
 
 
@@ -306,7 +297,6 @@ def is_terminal() -> bool:
 
 
 def format_metrics(values: Mapping[str, float]) -> str:
-    """Formats metrics in one line."""
     return ", ".join(f"{name}={number(value, 4)}" for name, value in values.items())
 
 

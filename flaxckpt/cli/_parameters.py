@@ -58,7 +58,6 @@ class Option:
 def make_command(
     name: str, run: Callable[..., None], verb: Callable[..., int], help: str
 ) -> click.Command:
-    """Returns the command that parses the parameters of `verb` and calls `run`."""
     hints = typing.get_type_hints(verb, include_extras=True)
     parameters = inspect.signature(verb).parameters.values()
     params = [_make(p.name, hints[p.name], p.default) for p in parameters]
@@ -123,7 +122,6 @@ def _make(name: str, hint: Any, default: Any) -> click.Parameter:
 def _to_list(
     ctx: click.Context, param: click.Parameter, values: tuple[Any, ...]
 ) -> list[Any] | None:
-    """Returns the values of a repeated parameter; None without any."""
     return list(values) or None
 
 
@@ -144,7 +142,6 @@ class _Refusing(click.ParamType[Any]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Returns the value in its type."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter:
@@ -199,8 +196,6 @@ def describe_error(error: click.UsageError) -> str:
 
 
 class _Argument(click.Argument):
-    """An argument with a help text."""
-
     def __init__(self, *args: Any, meaning: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.meaning = meaning
@@ -243,7 +238,6 @@ class _Command(click.Command):
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Writes the arguments and the options."""
         arguments = [param for param in self.params if isinstance(param, _Argument)]
         if arguments:
             with formatter.section("Arguments"):

@@ -32,8 +32,6 @@ _MOST_DAMAGED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Best:
-    """The best step by a metric, and its `value`."""
-
     step: int
     value: float
 

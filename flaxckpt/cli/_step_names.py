@@ -41,7 +41,6 @@ class StepType(_ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | StepName:
-        """Returns a number or a `StepName`."""
         found = value if isinstance(value, int) else parse(str(value))
         if found is None:
             self.fail(f"must be {FORMS}, found {value!r}", param, ctx)
@@ -49,7 +48,6 @@ class StepType(_ParamType):
 
 
 def parse(text: str) -> int | StepName | None:
-    """Returns the step that a word names, or None."""
     if text.isascii() and text.isdigit() and len(text) <= 18:
         return int(text)
     is_name = text in _LATEST or text.partition(":")[0] == _BEST

@@ -34,8 +34,6 @@ class StepTable:
 
 
 class _Column:
-    """A column with its cells."""
-
     def __init__(self, column: TextColumn, cells: Sequence[str | Cell]) -> None:
         self.column = column
         self.cells = cells

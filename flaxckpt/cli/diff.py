@@ -178,7 +178,6 @@ def _show_unreadable(result: CheckpointDiff, limit: int) -> None:
 
 
 def _leaf_rows(result: CheckpointDiff) -> list[list[str | Cell]]:
-    """Returns a row for each leaf that differs."""
     rows = [_row(errors.name_leaf(path), leaf) for path, leaf in result.changed.items()]
     for paths, text, style in (
         (result.only_in_a, "only in a", "red"),

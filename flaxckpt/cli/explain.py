@@ -242,7 +242,6 @@ def _tell(
     verdicts: Sequence[Verdict],
     steps: Mapping[int, SavedStep],
 ) -> list[str]:
-    """Returns the lines that explain a step."""
     saved = f"step {step.step} was saved {_output.when(step.saved) or 'at some time'}"
     if step.metrics:
         saved += f" with {_output.format_metrics(step.metrics)}"

@@ -104,7 +104,6 @@ def ls(
 
 
 def _lines(listing: Listing, sort: str) -> list[str]:
-    """Returns the lines of the table, the damage and the summary."""
     if not listing.steps:
         name = errors.printable(_output.shorten_path(listing.path))
         return [f"{name} has no steps yet"]
@@ -207,7 +206,6 @@ class _Screen:
         return min(self._newest or fitting, fitting)
 
     def show(self, listing: Listing) -> None:
-        """Draws the listing over the one before."""
         height = shutil.get_terminal_size().lines - 1
         lines = _lines(listing, self._sort)
         while len(lines) > 1 and _output.count_rows(lines) > height:
@@ -229,7 +227,6 @@ class _Log:
         return _RECENT if self._seen else None
 
     def show(self, listing: Listing) -> None:
-        """Prints the steps that were not in the listings before."""
         new = [step for step in listing.steps if step.step not in self._seen]
         is_first = not self._seen
         self._seen.update(step.step for step in new)

@@ -141,7 +141,6 @@ def plan(
 
 
 def _find_map(map: str, restore: RestoreCall) -> list[Transform]:
-    """Returns the transforms of a published model."""
     from flaxckpt._maps import named
 
     return [*named.find_for_state(map, restore.path, restore.target.state)]
@@ -189,7 +188,6 @@ def _change_command(**options: Any) -> str:
 
 
 def _write_call(restore: RestoreCall) -> _Remedy:
-    """Returns the call in Python of a restore."""
     names = restore.write_import()
     purpose = f"In Python ({names})" if names else "In Python"
     return _Remedy(purpose, restore.write_call())
@@ -207,7 +205,6 @@ class _Planned(NamedTuple):
 
     @staticmethod
     def of(restore: RestoreCall) -> _Planned:
-        """Returns the plan of a restore."""
         from flaxckpt import _inspect
 
         plan = restore.plan()
@@ -219,7 +216,6 @@ class _Planned(NamedTuple):
         return not self.plan.problems and self._damage(is_read=True) is None
 
     def document(self) -> dict[str, Any]:
-        """Returns the plan as JSON."""
         return {
             "ok": self.is_good,
             "damage": self._damage(is_read=True),

@@ -89,7 +89,6 @@ def report(
 
 
 def _destination(path: str, output: str | None) -> Path:
-    """Returns the path of the page."""
     from flaxckpt import _formats, _storage
 
     root = _storage.paths.resolve(path)

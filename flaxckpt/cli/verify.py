@@ -89,7 +89,6 @@ class _Verified(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """True if all steps are good."""
         return all(report.ok for report in self.reports) and not self.skipped
 
 

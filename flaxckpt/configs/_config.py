@@ -256,7 +256,6 @@ _LAYOUT_PARSERS = _parsing.by_field(
 
 
 def _items(key: str, value: Any) -> str | tuple[str, ...]:
-    """Parses the name of an item, or a list of names."""
     if isinstance(value, str):
         return _parsing.text(key, value)
     names: tuple[str, ...] = _parsing.each(_parsing.text)(key, value)
@@ -302,7 +301,6 @@ _PARSERS = _parsing.by_field(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Converts a value to the types of files."""
     if value is None:
         return "none"  # only exit_code has another default
     if key == "permissions":

@@ -48,7 +48,6 @@ def _type_error(key: str, wanted: str, found: Any) -> errors.OptionError:
 
 
 def boolean(key: str, value: Any) -> bool:
-    """Parses true or false; rejects numbers."""
     if not isinstance(value, bool):
         raise _type_error(key, "true or false", value)
     return value
@@ -68,8 +67,6 @@ def path(key: str, value: Any) -> str:
 
 
 def whole(smallest: int) -> Parser:
-    """Returns a parser of whole numbers of at least `smallest`."""
-
     def parse(key: str, value: Any) -> int:
         try:
             number = None if isinstance(value, bool) else operator.index(value)
@@ -192,7 +189,6 @@ def by_name(parse: Parser) -> Parser:
 
 
 def steps(key: str, value: Any) -> tuple[int, ...]:
-    """Parses a list of steps, sorted and without duplicates."""
     return tuple(sorted(set(each(whole(0))(key, value))))
 
 
@@ -279,13 +275,10 @@ def table(
 
 
 def names(cls: type[Any]) -> list[str]:
-    """Returns the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cls)]
 
 
 def record(cls: type[Any], parsers: Mapping[str, Parser]) -> Parser:
-    """Returns a parser of a dataclass, or of a table of fields."""
-
     def parse(key: str, value: Any) -> Any:
         if isinstance(value, cls):
             return value

@@ -37,9 +37,7 @@ class Adapter(Protocol):
         """Returns the state after the last returned batch: data, or JSON as bytes."""
         ...
 
-    def set_state(self, iterator: Any, state: Any) -> None:
-        """Moves the iterator to a position returned by `get_state`."""
-        ...
+    def set_state(self, iterator: Any, state: Any) -> None: ...
 
 
 def find(iterator: Any) -> Adapter:

@@ -197,8 +197,6 @@ class Buffered(Closing, Generic[Batch]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _State:
-    """The state of an iterator, and of any shards."""
-
     whole: Any
     shards: tuple[Any, ...] = ()
 
@@ -272,7 +270,6 @@ class _Worker:
             self._changed.notify_all()
 
     def join(self, timeout_secs: float | None = None) -> None:
-        """Waits for the end of the thread."""
         self._thread.join(timeout_secs)
 
     def _run(self) -> None:

@@ -50,7 +50,6 @@ _GENERATORS = {
 
 
 def no_state_error(obj: Any) -> errors.DatasetStateError:
-    """Returns the error for an object without a saveable state."""
     return errors.DatasetStateError(
         f"{_duck_types.type_name(obj)} cannot be saved: wanted an iterator with"
         f" get_state and set_state, found neither.\n{_way_out(obj)}\nOr pass"

@@ -161,7 +161,6 @@ class _ScalarsOnly:
     collection: clu_metrics.Collection
 
     def compute(self) -> dict[str, Any]:
-        """The scalars by name."""
         return scalars(self.collection)
 
 

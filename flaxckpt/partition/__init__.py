@@ -218,7 +218,6 @@ def _specs(
     rules: Sequence[tuple[str, MeshAxes]],
     compiled: Sequence[_Rule],
 ) -> dict[LeafPath, PartitionSpec]:
-    """Returns the partition spec of every array of a state."""
     infos = {
         path: leaf.info
         for path, leaf in flat.table.items()

@@ -27,7 +27,6 @@ class AxisNames(NamedTuple):
 
 
 def axis_names(structure: _state.tree.Node | LeafPath) -> dict[LeafPath, AxisNames]:
-    """Returns the axis names in a state, by leaf path."""
     found = {}
     for _, node in _state.tree.containers(structure):
         if not node.is_box or not isinstance(path := node.children[0], str):

@@ -206,7 +206,6 @@ class _Scanner:
 
     @property
     def position(self) -> int:
-        """Offset of the next byte in the file."""
         return self._start + self._at
 
     def require(self, count: int, what: str) -> None:
@@ -273,7 +272,6 @@ class _Scanner:
         return form.unpack(self.take(form.size))[0]
 
     def name(self) -> str:
-        """Returns the next text, a name or a key."""
         size = self.number(_U64)
         if size > _MAX_NAME_BYTES:
             raise ValueError(
@@ -286,7 +284,6 @@ class _Scanner:
 
 
 def short(name: str) -> str:
-    """Returns a name, shortened for a message."""
     return repr(name if len(name) <= 80 else f"{name[:80]}…")
 
 

@@ -83,7 +83,6 @@ Value: TypeAlias = Any
 
 @contextlib.contextmanager
 def scanner(path: Path, *, buffer_bytes: int = 2**16) -> Iterator[Scanner]:
-    """Opens a file in a context, and returns a scanner of the file."""
     if not path.is_file():
         raise errors.DamagedCheckpointError(
             f"{path} is not a regular file; restore another step"

@@ -18,7 +18,6 @@ from flaxckpt._formats.reader import Stored
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays."""
     stamp = _storage.stamp(path)
     tree: dict[str, Value] = {}
     with scanner.scanner(path) as scan:

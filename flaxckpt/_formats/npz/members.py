@@ -294,7 +294,6 @@ def parse_header(text: bytes) -> tuple[Shape, bool, np.dtype[Any]]:
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
-    """Returns the name of the element type of a numpy header."""
     if dtype.kind == "V" and dtype.itemsize == 2:
         return "bfloat16"  # the only type of two bytes that numpy writes as `V2`
     if dtype.kind == "V":

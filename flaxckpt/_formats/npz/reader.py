@@ -27,7 +27,6 @@ from flaxckpt._zarr.metadata import Array
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads the names, shapes and types of all arrays."""
     stamp = _storage.stamp(path)
     headers: dict[Member, NpyHeader] = {}
     faults: dict[str, str] = {}

@@ -251,7 +251,6 @@ def _are_sizes(value: Any) -> bool:
 
 
 def short(name: str) -> str:
-    """Returns a name, shortened for a message."""
     return repr(name if len(name) <= 80 else f"{name[:80]}…")
 
 

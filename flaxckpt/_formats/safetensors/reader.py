@@ -26,7 +26,6 @@ from flaxckpt._types import JSON
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays."""
     main = path = hub_cache.find_snapshot(path) or path
     if path.is_dir():
         file = safetensors_files.find_main_file(path)
@@ -117,7 +116,6 @@ def _leaf_table(
 
 
 def _read_header(path: Path) -> SafetensorsHeader:
-    """Reads the header of a file, after a check of its limits."""
     try:
         text, size = _header_text(path)
         return safetensors_header.parse_header(text, file_size=size)

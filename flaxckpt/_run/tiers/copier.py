@@ -83,7 +83,6 @@ class Copier:
         return self.unfinished()
 
     def unfinished(self) -> list[int]:
-        """Returns the steps that are not copied yet."""
         with self._guard.get():
             return [task.step for task, _ in self._waiting]
 

@@ -373,7 +373,6 @@ class PartTier:
         return [part for part, having in holders.items() if not having]
 
     def forget(self, step: int) -> None:
-        """Forgets a step that was saved or deleted."""
         self.whole.discard(step)
         self.lost.discard(step)
 
@@ -481,12 +480,10 @@ class PartTier:
 
 
 def _others(paths: Mapping[int, Path], path: Path) -> list[Path]:
-    """Returns the other steps of `paths`, newest first."""
     return [paths[n] for n in sorted(paths, reverse=True) if paths[n] != path]
 
 
 def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:
-    """Returns what this process has of the steps at `paths`."""
     found = {step: parts.find_held(path) for step, path in paths.items()}
     return {step: here for step, here in found.items() if here is not None}
 
@@ -494,7 +491,6 @@ def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:
 def _exchange_held(
     operation: Operation, stage: str, mine: Mapping[int, Held]
 ) -> list[dict[int, Held]]:
-    """Returns what each process has."""
     return [
         {int(step): Held(*row) for step, row in json.loads(text).items()}
         for text in operation.exchange(stage, json.dumps(mine))

@@ -251,5 +251,4 @@ def first_source(own: Any, part: Any, count: Any) -> Any:
 
 
 def names_of(processes: Iterable[int]) -> str:
-    """Returns `process 1, process 4`, for messages."""
     return errors.first_few([f"process {process}" for process in processes], 8)

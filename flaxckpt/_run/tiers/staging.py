@@ -353,7 +353,6 @@ class StagedSteps(run_steps.RunSteps):
         self._far.forget()
 
     def _ranked_steps(self) -> list[run_index.RunStep]:
-        """Returns the steps of both directories that policies count."""
         near, far = (
             {n: step for n, step in index.read().items() if step.is_counted}
             for index in (self._near, self._far)
@@ -431,7 +430,6 @@ class StagedSteps(run_steps.RunSteps):
                 raise  # others may lack a part of it
 
     def has_pending_uploads(self) -> bool:
-        """Returns True if steps in staging are to be uploaded."""
         return bool(self.uploads.pending())
 
     def open_uploads(self) -> bool:

@@ -119,7 +119,6 @@ class Uploads:
         self._listener: _util.threads.Heartbeat | None = None
 
     def close(self) -> None:
-        """Ends the thread that helps process 0."""
         if self._listener is not None:
             self._listener.stop()
             self._listener = None
@@ -146,7 +145,6 @@ class Uploads:
         return True
 
     def pending(self) -> dict[int, Path]:
-        """Returns the steps with pending uploads."""
         paths = self._near.index.paths().items()
         return {
             step: path
@@ -167,7 +165,6 @@ class Uploads:
         }
 
     def list_directory(self) -> dict[int, Path]:
-        """Lists the steps of the run directory."""
         self.last_listed = self._far.index.paths()
         return self.last_listed
 
@@ -374,7 +371,6 @@ class Uploads:
     # ---- an upload -----------------------------------------------------------
 
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
-        """Uploads a step, or its changes since the last upload."""
         begun, size = time.monotonic(), 0
         # A save has renamed its step a moment before it ends its claim.
         claim = _storage.temporary.claim(path, patience_secs=_PATIENCE_SECS)
@@ -583,7 +579,6 @@ class Uploads:
 
 
 def _deleted_items(path: Path) -> frozenset[str]:
-    """Returns the items of a step that were deleted on purpose."""
     return _steps.markers.deleted_items(_storage.of(path).names(path))
 
 
