@@ -43,10 +43,7 @@ class Writing(NamedTuple):
 
 
 def divide_writing(info: LeafInfo, shape: Shape) -> Writing:
-    """Divides the shards of a leaf among the writing replicas.
-
-    `shape` is as stored; for PRNG keys, with one more axis than the leaf.
-    """
+    """Divides the shards of a leaf, of the stored `shape`, among the replicas."""
     if info.sharding is None:
         return Writing(None, shape, 1)
     return _divide_writing(info.sharding, info.shape, shape, info.dtype or "")

@@ -245,10 +245,7 @@ def _count_differing(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def require_equal(leaf: Leaf, others: Sequence[Leaf], advice: str = _ADVICE) -> Leaf:
-    """Returns `leaf`, whose computation fails if the values of `others` differ.
-
-    They must have the same shape and type.
-    """
+    """Returns `leaf`, whose computation fails if equally typed `others` differ."""
     if all(other.fn is leaf.fn and _have_same_sources(leaf, other) for other in others):
         return leaf
     leaves = [leaf, *others]

@@ -74,10 +74,7 @@ class Faults:
     def error(
         self, root: Path | str, advice: str = "Restore another step"
     ) -> errors.DamagedCheckpointError:
-        """Returns an error with all faults of the checkpoint at `root`.
-
-        Its cause is a `TooLargeError` if memory was short.
-        """
+        """Returns one error; its cause is a TooLargeError if memory was short."""
         count = _util.humanize.count(len(self), "leaf", "leaves")
         error = errors.DamagedCheckpointError(
             f"{count} of {root} cannot be read:\n"

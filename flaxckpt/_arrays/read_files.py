@@ -152,10 +152,7 @@ class Database:
         return isinstance(self._index.find(key), bytes)
 
     def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
-        """Raises ValueError for a place outside of the recorded files of the database.
-
-        Also for a local file of another size.
-        """
+        """Raises ValueError for an unrecorded place, or a file of another size."""
         size = sizes.get(place.file)
         if size is None:
             raise ValueError(f"the index names {place.file[:80]}, which was not saved")
@@ -501,10 +498,7 @@ def from_database(
     *,
     verify: bool,
 ) -> Reading:
-    """Reads `regions` of an array from an open database.
-
-    The tasks of `Databases.readings` must run before the result is taken.
-    """
+    """Reads `regions`; the tasks of `Databases.readings` must run before the result."""
     metadata = _request_metadata(raw, database, verify=verify)
     verify = verify and not raw.has_digests  # digests cover the whole database
     needs = read_plan.find_parts(regions, form.chunk_shape)
@@ -547,10 +541,7 @@ def from_database(
 
 
 def _request_metadata(raw: RawArray, database: Database, *, verify: bool) -> str | None:
-    """Requests the metadata of an array in an open database.
-
-    Returns the key; None if they need not be compared with the recorded form.
-    """
+    """Requests the metadata; returns the key, or None if it need not be compared."""
     if not verify or raw.has_digests:  # digests cover the whole database
         return None
     name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)

@@ -98,10 +98,7 @@ class ReadJob:
         return stored.with_chunks(find_parts([*self.reads], chunk_shape))
 
     def dtype_to_read(self) -> str:
-        """Returns the type that values are cast to while they are read.
-
-        Floats are cast then, but not numbers: casts in memory detect overflow.
-        """
+        """Returns the type of the read; numbers are cast later, to detect overflow."""
         wanted, found = self.wanted, self.stored.info
         stored = found.stored_dtype
         is_number = wanted.is_python_number or found.is_python_number

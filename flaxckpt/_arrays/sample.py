@@ -66,10 +66,7 @@ class Sampler:
         self._began = self._clock()
 
     def add(self, arrays: Iterable[HostArray], prefix: str = "") -> None:
-        """Samples the chosen arrays among `arrays`, which are in host memory.
-
-        `prefix` is the beginning of their names, which the arrays lack.
-        """
+        """Samples the chosen arrays in host memory; `prefix` begins their names."""
         began = self._clock()
         free = (began - self._began) * self._share - self.secs
         count = max(int(free / _SECS_PER_LEAF), _MIN_LEAVES)

@@ -50,10 +50,7 @@ def assign(
     *,
     to_missing_keys: bool,
 ) -> Assigned:
-    """Assigns leaves that only the checkpoint has to places of the state.
-
-    `to_missing_keys` adds keys to mappings, too.
-    """
+    """Assigns leaves that only the checkpoint has; `to_missing_keys`, to keys, too."""
     find = _Places(flat, stored, matcher)
     assigned = Assigned({}, [])
     for path, leaf in unused.items():
@@ -207,10 +204,7 @@ def grow(
     stored: Stored,
     places: Mapping[LeafPath, LeafPath],
 ) -> Grown:
-    """Returns the state with the leaves that `assign` has placed.
-
-    They get the recorded classes.
-    """
+    """Returns the state with the placed leaves, in their recorded classes."""
     tops = set(places.values())
     whole = {
         path: leaf

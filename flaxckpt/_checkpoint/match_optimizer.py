@@ -46,10 +46,7 @@ class _Kind(NamedTuple):
 
 
 class _Transform:
-    """State of a transform in the wanted state.
-
-    `moments` are the paths of leaves that may mirror parameters, relative to the state.
-    """
+    """A transform in the wanted state; `moments` are relative paths of its leaves."""
 
     def __init__(self, known: _state.optimizer_roles.LeafFacts) -> None:
         self.known = known

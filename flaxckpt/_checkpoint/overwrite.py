@@ -112,10 +112,7 @@ def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
 
 
 def check_free(final: Path, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError if a save may not write `final`.
-
-    Saves replace only checkpoints.
-    """
+    """Raises CheckpointExistsError: saves replace only checkpoints."""
     if not _storage.of(final).exists(final):
         return
     if _storage.transaction.is_unfinished(final):
@@ -449,10 +446,7 @@ def _json_files(files: Collection[str]) -> set[str]:
 
 
 def _array_files(files: Collection[str], *, is_damaged: bool = False) -> set[str]:
-    """Returns the zarr metadata files, and the chunk files of their arrays.
-
-    If `is_damaged`, metadata files may be missing.
-    """
+    """Returns the metadata and chunk files; some may be missing if `is_damaged`."""
     metadata = {f for f in files if f.rpartition("/")[2] in _ARRAY_METADATA}
     arrays = {file.rpartition("/")[0] for file in metadata}
 

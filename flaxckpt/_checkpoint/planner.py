@@ -183,10 +183,7 @@ def _boxed_table(stored: Stored, options: RestoreOptions) -> LeafTable:
 
 
 def _check_template(stored: Stored, abstract_state: PyTree) -> None:
-    """Raises OptionError for a step or a path passed as the state.
-
-    Unless the checkpoint is a single value.
-    """
+    """Raises OptionError for a step or path as the state of several values."""
     if not isinstance(abstract_state, int | str | os.PathLike) or "" in stored.table:
         return
     way = ""
@@ -603,10 +600,7 @@ class _Planner:
             )
 
     def _add(self, unused: LeafTable) -> tuple[Set[LeafPath], Set[LeafPath]]:
-        """Adds leaves that only the checkpoint has to the state.
-
-        Returns the added leaves, and those without a place in the state.
-        """
+        """Adds leaves to the state; returns those added, and those without a place."""
         if not unused or not self._options.adds_leaves:
             return set(), set()
         if self._options.optimizer == "reinit":

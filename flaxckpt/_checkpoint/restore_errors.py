@@ -376,10 +376,7 @@ def _whole_branch(
 
 
 def _advise_on_items(problems: Sequence[Mismatch], stored: Stored) -> str:
-    """Returns advice on leaves of JSON items and of items that are left out.
-
-    Empty if other leaves are missing, too.
-    """
+    """Returns advice if only leaves of JSON items and left out items are missing."""
     names = [_state.tree.unescape(p.leaf.partition("/")[0]) for p in problems]
     texts = [name for name in dict.fromkeys(names) if stored.is_json(name)]
     others = stored.left_out.keys() & names

@@ -414,10 +414,7 @@ def _check_seal(path: Path, seal_name: str, wanted: bytes) -> None:
 def _metrics_checks(
     path: Path, findings: verify_report.Findings, step: int | None, *, is_digested: bool
 ) -> list[Check]:
-    """Returns the checks of the metrics, which are of `step`, or of any if None.
-
-    If `is_digested`, their digests must exist.
-    """
+    """Returns the checks of the metrics of `step`; `is_digested`: need digests."""
     name = f"{_formats.items.METRICS}/{_formats.items.METRICS}"
     digests = _formats.items.METRICS_DIGESTS
 

@@ -141,10 +141,7 @@ NOWHERE = StoredPlace("")
 
 
 class Findings:
-    """Collects the findings of several threads.
-
-    Unless `thorough`, the first problem ends the checks.
-    """
+    """Findings of several threads; unless `thorough`, the first ends the checks."""
 
     def __init__(self, counter: _util.progress.Counter, *, thorough: bool) -> None:
         self.problems: dict[str, str] = {}

@@ -80,10 +80,7 @@ def _plain(number: float) -> float:
 
 
 def check_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns further entries of the configuration as a dict.
-
-    Raises OptionError if PEFT would compute other updates with them.
-    """
+    """Returns further entries; raises OptionError if PEFT would compute otherwise."""
     if not isinstance(settings, Mapping):
         raise errors.OptionError(f"settings must be a dict, got {settings!r:.80}")
     written = [name for name in settings if name in _WRITTEN]

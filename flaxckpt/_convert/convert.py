@@ -299,10 +299,7 @@ def _check_current(stored: Stored, files: Sequence[_storage.Stamp]) -> None:
 
 
 def _check_readable(journal: Journal, target: writers.Target, step: int | None) -> None:
-    """Reads the metadata of the new checkpoint, like a load.
-
-    Removes an unreadable checkpoint, and raises SaveFailedError.
-    """
+    """Raises SaveFailedError for an unreadable new checkpoint, and removes it."""
     try:
         locate.read_stored(journal.output / target.result, step)
     except (errors.DamagedCheckpointError, errors.CheckpointFormatError) as error:

@@ -17,10 +17,7 @@ _MAX_BYTES = 256 * 2**20
 
 
 class Journal(Closing):
-    """A working directory for output written piece by piece.
-
-    `done` has the names of the durable pieces.
-    """
+    """A directory for output by pieces; `done` has the names of durable pieces."""
 
     def __init__(
         self, directory: Path, work: Mapping[str, JSON], *, mode: int | None = None

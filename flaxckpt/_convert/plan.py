@@ -57,10 +57,7 @@ class SharedOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """Options of a conversion; `convert` documents them.
-
-    `files` are those beside the arrays of `huggingface`.
-    """
+    """Options of `convert`; `files` are those beside the arrays of `huggingface`."""
 
     format: Literal["orbax", "safetensors", "msgpack", "huggingface"]
     transforms: Sequence[Transform]

@@ -43,10 +43,7 @@ def begin(
 
 
 class Processes:
-    """The processes working with a directory, possibly only this process.
-
-    `timeout_secs` is the time to wait for late processes.
-    """
+    """The processes working with a directory; `timeout_secs` is to wait for others."""
 
     def __init__(self, directory: Path, timeout_secs: float) -> None:
         self._directory = directory
@@ -148,10 +145,7 @@ def broadcast(
     *,
     is_patient: bool = False,
 ) -> Any:
-    """Returns the result of `compute` on process 0, as JSON, on all processes.
-
-    `is_patient`: see `Operation.first`.
-    """
+    """Returns `compute()` of process 0, as JSON; see `Operation.first`."""
     if operation is None:
         return compute()
     text = operation.first(stage, lambda: json.dumps(compute()), is_patient=is_patient)

@@ -74,10 +74,7 @@ def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
 
 
 class FileServer:
-    """Serves the files of a directory at `host` until `close`.
-
-    `certificate` is the file of the certificate for TLS; None for no TLS.
-    """
+    """Serves the files of a directory until `close`; by TLS with a `certificate`."""
 
     def __init__(self, root: Path, host: str, certificate: str | None = None) -> None:
         token = secrets.token_urlsafe(32)
@@ -214,10 +211,7 @@ def open_file(root: Path, name: str) -> io.FileIO | None:
 
 
 class PeerConnection:
-    """A connection to the server of another process.
-
-    The server counts as gone after `silent_secs` without a byte.
-    """
+    """A connection to a peer, which is gone after `silent_secs` without a byte."""
 
     def __init__(self, peer: Peer, silent_secs: float = _SILENT_SECS) -> None:
         self._peer = peer

@@ -56,10 +56,7 @@ def write_literals(descriptor: int, layout: FileLayout) -> None:
 def write_values(
     descriptor: int, runs: Sequence[Run], start: int, content: memoryview
 ) -> None:
-    """Writes bytes of an array to their places in a file.
-
-    `content` begins at the byte `start` of the array.
-    """
+    """Writes `content`, which begins at the byte `start` of an array, to a file."""
     for run in runs:
         first = max(run.start, start)
         last = min(run.stop, start + len(content))

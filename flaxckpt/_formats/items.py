@@ -102,10 +102,7 @@ class Items:
         return orbax_json.param_name(keys)
 
     def array_directory(self, info: LeafInfo, name: str | None = None) -> str:
-        """Returns the directory of an array, relative to the checkpoint.
-
-        `name` is the result of `param_name`, if known.
-        """
+        """Returns the relative directory; `name` is that of `param_name`, if known."""
         item = self.state if isinstance(self.state, str) else self.item_of(info)
         name = self.param_name(info) if name is None else name
         return f"{item}/{name}".rstrip("/") if item else name
@@ -329,10 +326,7 @@ def read_json_item(item: Path, checkpoint: Path, digests: Mapping[str, str]) -> 
 
 
 class JsonItems(dict[str, JSON]):
-    """The JSON items of a checkpoint, as far as they can be read: item -> content.
-
-    Looking up a damaged item raises DamagedCheckpointError.
-    """
+    """JSON items: item -> content; a damaged one raises DamagedCheckpointError."""
 
     def __init__(
         self,

@@ -64,10 +64,7 @@ class Located(NamedTuple):
 def open_checkpoint(
     path: PathLike, step: int | None = None, *, types: Sequence[type] | None = ()
 ) -> Stored:
-    """Locates a checkpoint and reads everything but the arrays.
-
-    If `types` is None, no class is imported.
-    """
+    """Locates a checkpoint, reads all but arrays; imports no class without `types`."""
     located, stored = _open(path, step, None, types)
     check_step(located.path, located.step, stored)
     return stored

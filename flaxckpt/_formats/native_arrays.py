@@ -301,10 +301,7 @@ class Arrays:
     def find_files(
         self, name: str, info: LeafInfo, checkpoint: Path, keys: Container[str] | None
     ) -> dict[str, tuple[int, int]]:
-        """Returns the files with chunks of an array in a database: all, or `keys`.
-
-        Path in the checkpoint -> first byte and end of the chunks.
-        """
+        """Returns the files with chunks of an array: path -> first byte and end."""
         index = _zarr.ocdbt.open_index(self.root)
         found: dict[str, tuple[int, int]] = {}
         for _, chunk in _select(info, keys):

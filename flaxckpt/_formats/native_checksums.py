@@ -49,10 +49,7 @@ def _chunks_of(
 
 
 def choose_bytes(infos: Sequence[LeafInfo], encoding: Encoding | None) -> int:
-    """Returns the bytes of the segments of new chunks, the same in all processes.
-
-    `sys.maxsize` for no segments.
-    """
+    """Returns the bytes of segments of new chunks, equal everywhere; or maxsize."""
     if encoding is None or not encoding.checksum:
         return sys.maxsize
     chunks = [chunks for _, chunks in _arrays_of(infos, encoding)]

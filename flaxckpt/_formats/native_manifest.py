@@ -331,10 +331,7 @@ def _parse_items(row: Any) -> Items:
 
 
 def _parse_item_names(value: Any) -> tuple[str, ...]:
-    """Converts a list of the names of items to a tuple.
-
-    Raises ValueError unless they are different names of directories.
-    """
+    """Returns names as a tuple; raises ValueError unless of different directories."""
     names = _parse_texts(value)
     if len(set(names)) < len(names):
         raise ValueError(f"it names an item twice: {str(value)[:80]}")

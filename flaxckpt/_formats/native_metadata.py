@@ -117,10 +117,7 @@ def write_run_metadata(
 def _read_metrics(
     path: Path, step: int | None, names: Collection[str], recorded: StepMetadata
 ) -> dict[str, float]:
-    """Returns the numeric metrics of the checkpoint `path`, saved as `step`.
-
-    A damaged file is logged and counts as empty: the state remains readable.
-    """
+    """Returns numeric metrics; a damaged file is logged and counts as empty."""
     has_none = isinstance(recorded.handlers, dict) and METRICS not in recorded.handlers
     if has_none and not {METRICS, _steps.markers.MEASURED}.intersection(names):
         return {}

@@ -199,10 +199,7 @@ def replacements_reported(
 def check_current(
     path: Path | str, stamp: _storage.Stamp | None, action: str = "load"
 ) -> None:
-    """Raises DamagedCheckpointError if the stamped file was replaced meanwhile.
-
-    `action` is what the message says to do again.
-    """
+    """Raises DamagedCheckpointError if the file was replaced: `action` is to repeat."""
     if stamp is not None and not stamp.is_current():
         raise errors.DamagedCheckpointError(
             f"{path} was replaced or deleted while it was read; {action} it again"

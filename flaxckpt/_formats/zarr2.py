@@ -194,10 +194,7 @@ def _open(array: _Zarr2, context: ts.Context) -> ts.Future[ts.TensorStore]:
 
 
 def _check_files(array: _Zarr2) -> None:
-    """Raises ValueError unless every chunk has a regular file of plausible size.
-
-    Called before any memory is allocated for the chunks.
-    """
+    """Raises ValueError unless chunks are plausible files, before memory is taken."""
     count = _zarr.chunk_shape.chunk_count(array.shape, array.chunk_shape)
     sizes: dict[str, int] = {}
     with os.scandir(array.root / array.name) as entries:

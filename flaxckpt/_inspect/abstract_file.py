@@ -50,10 +50,7 @@ class TargetState(NamedTuple):
     run: Path | None = None
 
     def may_begin_from(self, path: PathLike) -> bool:
-        """Returns True for the state of a file or of another run, with an optimizer.
-
-        Its run may then begin from the checkpoint or the run directory `path`.
-        """
+        """Returns True for a state with an optimizer, which a run may begin from."""
         if self.run == _run_directory(_storage.paths.resolve(path)):
             return False
         leaves = _state.flax_state.leaves_by_path(self.state)

@@ -51,10 +51,7 @@ def find(
     mode: Literal["min", "max"],
     deleted: Collection[int] = (),
 ) -> BestStep:
-    """Returns the best good step, and better ones that are damaged or deleted.
-
-    Only finite values count.
-    """
+    """Returns the best good step by finite values, and better ones that are not."""
     ranked = policies.rank(values, mode)
     there = [step for step in ranked if step not in deleted]
 

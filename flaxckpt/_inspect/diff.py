@@ -376,10 +376,7 @@ def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
 
 
 class _Order:
-    """The order of leaves: by branch of the state, the optimizer's branches last.
-
-    Leaves of the root are a branch as well.
-    """
+    """The order of leaves by branch: that of the root counts, optimizers are last."""
 
     def __init__(self, tables: Sequence[LeafTable]) -> None:
         self._infos = {p: leaf.info for table in tables for p, leaf in table.items()}

@@ -263,10 +263,7 @@ def _no_policies(root: Path, why: str) -> errors.OptionError:
 def _own_sizes(
     steps: Mapping[int, Path], reasons: Mapping[int, Sequence[str]]
 ) -> dict[int, int] | None:
-    """Returns the bytes that deleting each step would free, or None.
-
-    Files hard-linked by a kept step do not count.
-    """
+    """Returns the bytes, if known, that deleting each step alone would free."""
     counted: set[_run.disk_usage.FileId] = set()
     sizes = {}
     for step in sorted(steps, key=lambda step: not reasons.get(step)):

@@ -269,10 +269,7 @@ def find_map(
     target: str | None = None,
     prefix: LeafPath | None = None,
 ) -> Sequence[Transform]:
-    """Returns the map of a published model to the kernels that adapters are for.
-
-    As `find_for_export`, but the checkpoint may lack the kernels.
-    """
+    """Returns the map of a model; like `find_for_export`, but may lack kernels."""
     family = named.family_of_config(name, config)
     assert config is not None
     params = export.without_optimizer(table)

@@ -746,10 +746,7 @@ def resume(
 
 
 def beside(checkpointer: Checkpointer, directory: PathLike) -> Checkpointer:
-    """Returns a checkpointer of another directory, with the same options for arrays.
-
-    The new checkpointer keeps all steps.
-    """
+    """Returns a checkpointer with the options for arrays, which keeps all steps."""
     options = checkpointer._options
     return Checkpointer(
         directory,

@@ -163,10 +163,7 @@ def _find_near(
 
 
 class Usage(NamedTuple):
-    """Bytes of a checkpoint: of its files, and of those that were not counted before.
-
-    Hard links to a file count once.
-    """
+    """Bytes of all files, and of those not counted before; hard links count once."""
 
     bytes: int
     own: int

@@ -155,10 +155,7 @@ class Stream:
 
 
 class _Receiver:
-    """Sends events to a sink, and logs the first exception of the sink.
-
-    Raises OptionError if `sink` is not a sink.
-    """
+    """Sends events to a sink, or raises OptionError; logs its first exception."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -190,10 +187,7 @@ class _Receiver:
 
 
 def list_sinks(sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """Returns the sinks as a tuple.
-
-    Raises OptionError if `sinks` is not a list, or an object cannot receive events.
-    """
+    """Returns sinks as a tuple, or raises OptionError."""
     if not _util.arguments.is_list(sinks):
         raise errors.OptionError(
             f"sinks must be a list, got {_util.arguments.describe(sinks)}: write"

@@ -318,10 +318,7 @@ class Judge:
     def _find_loss(
         self, number: int, step: run_index.RunStep, anew: bool
     ) -> str | None:
-        """Returns what the files of a step lack; remembers steps that are whole.
-
-        Compares unchanged files of a step that was whole only if `anew`.
-        """
+        """Returns what a step lacks; a whole, unchanged step is compared if `anew`."""
         files = self._whole.get(step.path)
         if not anew and files is not None and files.are_unchanged(step.path):
             return None

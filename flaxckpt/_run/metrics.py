@@ -52,10 +52,7 @@ def read_metrics(path: Path, step: int | None) -> dict[str, float] | None:
 
 
 def parse_by_step(by_step: object) -> dict[int, dict[str, float]]:
-    """Returns the result of `metrics_from` with int keys; accepts keys as text.
-
-    Raises OptionError if `by_step` is not step -> name -> number.
-    """
+    """Returns metrics by int step, also from text; raises OptionError for others."""
     if not isinstance(by_step, Mapping):
         raise errors.OptionError(
             f"metrics_from must return step -> name -> number, got {by_step!r:.80}"

@@ -23,10 +23,7 @@ class ParamsOnly:
         self._format = step_format
 
     def path(self, step: int) -> Path:
-        """Returns the path for the state of a step.
-
-        Raises SaveFailedError if the directory is a symbolic link.
-        """
+        """Returns the path for a step; SaveFailedError if its directory is a link."""
         if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(
                 f"{self._directory} is a symbolic link, and flaxckpt writes and deletes"
@@ -35,10 +32,7 @@ class ParamsOnly:
         return self._directory / self._format.name(step)
 
     def latest(self) -> tuple[int, Path] | None:
-        """Returns the newest step and its path; None without any.
-
-        Also one whose name has the step format of an earlier start.
-        """
+        """Returns the newest step and path, also with names of an earlier start."""
         listed = _steps.index.list_steps(self._directory, self._format)
         others = left_out.find(self._directory, self._format, None)
         return max([*others.items(), *listed.items()], default=None)

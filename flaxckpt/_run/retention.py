@@ -53,10 +53,7 @@ class _Decision(NamedTuple):
 
 
 class Retention:
-    """Deletes the steps and items of a directory that its rules do not keep.
-
-    The directory is a run's or a staging directory.
-    """
+    """Deletes what the rules of a run's or a staging directory do not keep."""
 
     def __init__(
         self, directory: Path, step_format: _steps.names.StepFormat, rules: judge.Rules
@@ -71,10 +68,7 @@ class Retention:
     # ---- decisions ----------------------------------------------------------
 
     def would_keep(self, step: int, coming: Retention) -> bool:
-        """Returns True if a step of the directory `coming` would stay here.
-
-        The pending uploads of `coming` count as steps here.
-        """
+        """Returns True if a step of `coming` would stay; its pending uploads count."""
         steps = self.index.listed()
         steps |= {s: f for s, f in coming.index.listed().items() if f.markers.waiting}
         return bool(self.judge.find_reasons(self.rules.keep, steps).get(step))
@@ -237,10 +231,7 @@ class Retention:
             )
 
     def _warn_of_unknown_items(self, decision: _Decision) -> None:
-        """Warns, once, of policies for items that no step has.
-
-        The items may be JSON items of later saves, so this is no error.
-        """
+        """Warns once, without an error: the items may be JSON items of later saves."""
         if self._has_looked_for_items or not decision.steps:
             return
         self._has_looked_for_items = True
@@ -259,10 +250,7 @@ class Retention:
             )
 
     def _is_outdated(self, decision: _Decision, step: int) -> bool:
-        """Returns True if files that policies read of `step` or a kept step changed.
-
-        Other steps to be deleted are checked before their own deletion.
-        """
+        """Returns True if files that policies read of `step` or kept steps changed."""
         doomed = set(decision.doomed)
         return any(
             other.is_outdated()

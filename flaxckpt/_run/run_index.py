@@ -226,10 +226,7 @@ def read_alone(path: Path) -> RunStep:
 
 
 def identify_save(path: Path) -> str | None:
-    """Returns a text that no other save of the step has; None if unknown.
-
-    The file holds the times of the save, by the nanosecond.
-    """
+    """Returns a text that no other save has, by its times in ns; None if unknown."""
     file = path / _formats.items.CHECKPOINT
     try:
         return _storage.of(file).digest_file(file, max_bytes=_IDENTITY_BYTES)

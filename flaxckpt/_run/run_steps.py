@@ -268,10 +268,7 @@ class RunSteps:
         """Raises CheckpointExistsError for foreign files in the copy behind staging."""
 
     def check_no_checkpoint(self) -> None:
-        """Raises OptionError if the directory itself is a checkpoint.
-
-        Overwriting that checkpoint would delete the run.
-        """
+        """Raises OptionError for a checkpoint: overwriting it would delete the run."""
         if _formats.recognises(self.saves_in):
             raise errors.OptionError(
                 f"{self.saves_in} is itself a checkpoint; overwriting it would delete"
@@ -325,10 +322,7 @@ class RunSteps:
         return path
 
     def pin(self, step: int) -> None:
-        """Keeps a step regardless of the policies.
-
-        Raises SaveFailedError if the marker could not be written.
-        """
+        """Keeps a step regardless of policies; SaveFailedError without a marker."""
         self.change(step, edit.pin)
 
     def unpin(self, step: int) -> None:
@@ -396,10 +390,7 @@ class RunSteps:
         return self.delete_unkept() if _util.job.is_first() else ()
 
     def delete(self, step: int) -> None:
-        """Deletes a step and its copies.
-
-        Raises SaveFailedError if the step could not be deleted.
-        """
+        """Deletes a step and its copies, or raises SaveFailedError."""
         step = _steps.names.check(step)
         path = self.path(step)
         self._delete(step, path)

@@ -76,10 +76,7 @@ def _parse(line: bytes) -> StepSamples | None:
 
 
 def _to_sample(fields: Any) -> _arrays.leaf_sample.LeafSample:
-    """Returns the statistics in a line.
-
-    Raises ValueError or TypeError if the fields are others.
-    """
+    """Returns statistics in a line; ValueError or TypeError for other fields."""
     count, sampled, norm, mean, low, high, nonfinite, bins = fields
     return _arrays.leaf_sample.LeafSample(
         int(count),

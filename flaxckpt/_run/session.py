@@ -95,10 +95,7 @@ class Session:
     # ---- several processes ------------------------------------------------------
 
     def on_first_process(self, action: str, act: Callable[[], Any]) -> Any:
-        """Calls `act` on process 0, and returns its JSON result on all processes.
-
-        All processes call this at the same point.
-        """
+        """Returns the JSON result of process 0 to all, which call this at one point."""
         operation = self.processes.begin("once", action)
         with _distributed.agreement.closing(operation):
             return _distributed.agreement.broadcast(operation, "done", act)

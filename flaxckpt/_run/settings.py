@@ -172,10 +172,7 @@ def _has_format(event: Event, names: Mapping[int, str]) -> bool:
 
 
 def _parse(event: Event) -> RunSettings:
-    """Parses the settings in an event.
-
-    Raises OptionError, TypeError or ValueError if the event has none.
-    """
+    """Parses an event's settings; OptionError, TypeError or ValueError for none."""
     details: Mapping[str, Any] = event.details
     if unknown := details.keys() ^ _KEYS:
         raise ValueError(f"they lack, or a later version added, {sorted(unknown)}")

@@ -30,10 +30,7 @@ def key_data(value: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Returns True if two leaves have equal types and bits.
-
-    Of objects that are no leaves, only the classes are compared.
-    """
+    """Returns True for equal types and bits; of other objects, for equal classes."""
     import jax
 
     arrays = (jax.Array, np.ndarray, np.generic)
@@ -78,10 +75,7 @@ def as_words(array: jax.Array) -> jax.Array:
 
 
 def count_flips(a: _Array, b: _Array) -> _Array | None:
-    """Returns the number of different bits of each element; None if all are equal.
-
-    Both arrays have the same shape and dtype.
-    """
+    """Returns the number of different bits by element; None if all are equal."""
     x, y = _as_bytes(a), _as_bytes(b)
     if np.array_equal(x, y):
         return None

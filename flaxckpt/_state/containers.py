@@ -29,10 +29,7 @@ def build(
 
 
 def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | LeafPath:
-    """Returns the containers of the leaves in a table; see `build`.
-
-    `structure` has the containers of these and of more leaves.
-    """
+    """Returns the containers of a table's leaves from those of more; see `build`."""
     empties = {
         tree.join(keys): node
         for keys, node in tree.containers(structure)

@@ -25,10 +25,7 @@ _SURROGATES = (
 
 
 def describe(path: LeafPath, leaf: tree.TreeLeaf) -> LeafInfo | str:
-    """Returns the leaf info of a leaf of a concrete or abstract state.
-
-    Or a description of a value that cannot be stored.
-    """
+    """Returns the info of a leaf; a description of a value that is not storable."""
     keys, value, is_empty = leaf
     if is_empty:
         return LeafInfo(path, keys, "empty", _empty_type(value))
@@ -93,10 +90,7 @@ def _is_jax_class(cls: type) -> bool:
 
 
 def _describe_subclass(value: np.ndarray[Any, Any] | np.generic) -> str:
-    """Describes a value of a subclass of numpy's arrays or scalars.
-
-    Data of the instance beside its values would be lost.
-    """
+    """Describes a subclass of numpy's: its data beside the values would be lost."""
     if isinstance(value, np.ma.MaskedArray):
         return (
             "a masked array, whose mask would be lost: save x.data and"

@@ -229,10 +229,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises LeafNameError if a container of an NNX object contains itself.
-
-    Objects may contain themselves.
-    """
+    """Raises LeafNameError for a container, not an object, that contains itself."""
     seen: set[int] = set()
     waiting = list(objects.values())
     while waiting:
@@ -372,10 +369,7 @@ _GraphPath: TypeAlias = tuple[Any, ...]
 
 
 def _list_branches(state: PyTree) -> dict[str, list[tuple[_GraphPath, Any]]]:
-    """Returns the objects in each top-level branch, with their paths.
-
-    The branches of an object are its attributes.
-    """
+    """Returns the objects in each branch or attribute, with their paths."""
     branches: dict[str, list[tuple[_GraphPath, Any]]] = {}
     if is_object(state):
         for name, value in vars(state).items():

@@ -91,10 +91,7 @@ def check_foreign(what: str, foreign: Sequence[str]) -> None:
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:
-    """Removes leftovers of interrupted saves and deletions under `root`.
-
-    Raises OSError if a leftover could not be removed.
-    """
+    """Removes leftovers of saves and deletions; OSError if one remains."""
     _storage.transaction.sweep(root, lambda name: step_format.step(name) is not None)
 
 

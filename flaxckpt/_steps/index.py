@@ -271,10 +271,7 @@ def find_usual_name(root: Path, step: int) -> Path | None:
 def checkpoints_by_number(
     root: Path, is_checkpoint: Callable[[Path], object]
 ) -> dict[int, list[Path]]:
-    """Maps each number to the checkpoints with names ending in the number.
-
-    Includes checkpoints that are not steps.
-    """
+    """Maps each number to all checkpoints, also no steps, whose names end in it."""
     checkpoints: dict[int, list[Path]] = {}
     for path in _finished(root):
         step = names.number(path.name)

@@ -144,10 +144,7 @@ def _last_lines(journal: Path) -> list[bytes]:
 
 
 def read(path: Path) -> list[Event]:
-    """Returns the events in a journal in order; none if missing.
-
-    Leaves out incomplete lines, and lines of other programs.
-    """
+    """Returns the whole lines of events in order; none if missing."""
     if not path.is_file():
         return []
     events: list[Event] = []

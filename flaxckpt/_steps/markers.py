@@ -235,10 +235,7 @@ def unmark_damaged(path: Path) -> None:
 
 
 def damage_time(path: Path) -> float | None:
-    """Returns when a step was marked as damaged, in seconds since 1970.
-
-    None without a marker, and 0 if the marker does not say it.
-    """
+    """Returns the seconds since 1970 in a marker of damage; 0 if not recorded."""
     if not is_damaged(path):
         return None
     try:
@@ -360,10 +357,7 @@ def top(name: str) -> str:
 
 
 def read_parts(path: Path) -> StepParts | None:
-    """Returns the parts of the step at `path`; None for a step in one directory.
-
-    Raises DamagedCheckpointError if the marker cannot be read.
-    """
+    """Returns the parts of a step, or None; raises DamagedCheckpointError."""
     if _storage.of(path).costs_requests:
         return None
     try:
@@ -380,10 +374,7 @@ def read_parts(path: Path) -> StepParts | None:
 
 
 def parse_parts(content: bytes) -> StepParts:
-    """Returns the content of the marker of parts.
-
-    Raises ValueError if the content is malformed.
-    """
+    """Returns the parts in a marker; raises ValueError for malformed content."""
     try:
         row = json.loads(content[:_MAX_PARTS_BYTES])
         files = tuple(

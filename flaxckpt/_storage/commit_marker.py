@@ -150,10 +150,7 @@ def commit(final: RemotePath, marker: bytes) -> int:
 
 
 def _is_sealed(path: RemotePath) -> bool:
-    """Returns True if the commit marker exists, and the objects in it are intact.
-
-    Otherwise, the marker is a late write of an abandoned save.
-    """
+    """Returns True for a marker with intact objects; others are late writes."""
     marker = path.store.read((path / MARKER).key)
     if marker is None:
         return False
@@ -206,10 +203,7 @@ def _lock_around(path: RemotePath) -> locks.Lock | None:
 
 
 def withdraw(lock: locks.Lock) -> bytes | None:
-    """Removes the commit marker and returns the content for `restore`.
-
-    Raises CheckpointExistsError if another process has taken over the lock.
-    """
+    """Removes the marker for `restore`; CheckpointExistsError if the lock is lost."""
     store, key = lock.path.store, (lock.path / MARKER).key
     marker = store.read(key)
     if marker is None:
@@ -220,10 +214,7 @@ def withdraw(lock: locks.Lock) -> bytes | None:
 
 
 def restore(lock: locks.Lock, marker: bytes | None) -> None:
-    """Restores the commit marker.
-
-    Raises CheckpointExistsError if another process has taken over the lock.
-    """
+    """Restores the commit marker; CheckpointExistsError if the lock is lost."""
     lock.confirm()
     if marker is not None:
         write_new(lock.path / MARKER, marker, lock)
@@ -261,10 +252,7 @@ def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
 
 
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
-    """Removes uncommitted checkpoints without a live writer, if `is_ours` has the name.
-
-    Raises StoreError if the store is unreachable.
-    """
+    """Removes uncommitted ones without a writer; StoreError if unreachable."""
     for name, is_directory in root.names().items():
         if is_directory or not name.endswith(locks.LOCK):
             continue

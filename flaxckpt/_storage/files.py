@@ -80,10 +80,7 @@ def check_array(root: Path, name: str, checkpoint: Path) -> int:
 
 
 def check_file(path: Path, checkpoint: Path) -> None:
-    """Raises ValueError for a non-regular file, or a link out of the checkpoint.
-
-    Call this before opening: opening a pipe would wait for its writer.
-    """
+    """Raises ValueError for a pipe or a link outside: call this before opening."""
     parent = path
     while parent not in (checkpoint, parent.parent):
         if parent.is_symlink():
@@ -161,10 +158,7 @@ def sync_directory(path: Path) -> None:
 
 
 def link_if(old: Path, new: Path, is_equal: Callable[[], bool]) -> bool:
-    """Makes `new` a hard link to the regular file `old` if `is_equal` returns True.
-
-    Returns True if the link was made.
-    """
+    """Links `new` to the regular file `old` if `is_equal`; returns True if done."""
     try:
         if not stat.S_ISREG(os.lstat(old).st_mode) or not is_equal():
             return False
@@ -186,10 +180,7 @@ def make_parents(root: Path, file: PurePath | str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes an existing directory and everything inside.
-
-    Raises OSError if the path is a link or a file, which are never followed or removed.
-    """
+    """Removes a directory; OSError for a link or a file, which are not followed."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -182,10 +182,7 @@ def _is_recent(file: RemotePath) -> bool:
 
 
 def sweep(directory: RemotePath) -> None:
-    """Removes the expired files of readers and deletions.
-
-    Raises StoreError if the store is unreachable.
-    """
+    """Removes expired files of readers and deletions; StoreError if unreachable."""
     for name, is_directory in directory.names().items():
         is_lease = name == DELETING or name.startswith(READING)
         if is_lease and not is_directory and not _is_recent(directory / name):

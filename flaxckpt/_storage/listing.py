@@ -17,10 +17,7 @@ def files_below(directory: Path) -> list[str]:
 
 
 def all_files(path: Path) -> Iterator[Path]:
-    """Yields each file at or below `path`.
-
-    Raises OSError if a directory cannot be listed.
-    """
+    """Yields each file at or below `path`; OSError if a directory is unreadable."""
     if path.is_file():
         yield path
         return

@@ -133,10 +133,7 @@ class Lock:
             self.confirm()
 
     def confirm(self) -> None:
-        """Renews the lock, or raises if lost.
-
-        Raises CheckpointExistsError if another process has taken over the lock.
-        """
+        """Renews the lock; CheckpointExistsError if another process has it."""
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
                 f"{self.path} was taken over by another writer, because this process"
@@ -353,10 +350,7 @@ _seen: dict[str, tuple[bytes, float]] = {}
 
 
 def take_over(path: RemotePath) -> Lock | None:
-    """Takes over the lock of a checkpoint from a dead holder; None if not possible.
-
-    Raises StoreError if the store is unreachable.
-    """
+    """Takes over the lock of a dead holder, or None; StoreError if unreachable."""
     store, key = path.store, _key(path)
     begin = time.monotonic()
     current = store.read(key)

@@ -60,10 +60,7 @@ def of_file(mode: int) -> int:
 
 
 def of_directory(directory: Path) -> int | None:
-    """Returns the mode for files that are added to a directory; None in a store.
-
-    Raises FileNotFoundError if the directory is missing.
-    """
+    """Returns the mode of files added to a directory; None in a store."""
     if isinstance(directory, RemotePath):
         return None
     return stat.S_IMODE(os.stat(directory).st_mode) & _ALL  # noqa: PTH116
@@ -75,10 +72,7 @@ def set_on_file(file: Path | int, mode: int) -> None:
 
 
 def set_on_directory(directory: Path, mode: int) -> None:
-    """Sets the mode of a directory; keeps the bit that hands the group on.
-
-    Raises OSError if the file system does not store the mode.
-    """
+    """Sets the mode, and keeps the bit of the group; OSError if not stored."""
     status = directory.stat()
     _set(directory, status, mode | stat.S_IMODE(status.st_mode) & ~_ALL)
     if of_directory(directory) != mode:
@@ -91,10 +85,7 @@ def set_on_directory(directory: Path, mode: int) -> None:
 
 
 def set_below(root: Path, mode: int) -> None:
-    """Sets the mode of `root` and everything inside; of `root` last.
-
-    Raises OSError if a mode cannot be set.
-    """
+    """Sets the mode of everything inside, then of `root`; OSError if not possible."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             set_on_file(Path(directory, name), mode)

@@ -143,10 +143,7 @@ class RemotePath(_Base):
                 yield child
 
     def stat(self) -> StatResult:  # type: ignore[override]
-        """Returns type and size; reads the whole object for the size.
-
-        Raises FileNotFoundError if neither an object nor keys below exist.
-        """
+        """Returns type and size, by a read; FileNotFoundError without the object."""
         stored = self.store.read(self.key)
         if stored is not None:
             return StatResult(stat.S_IFREG, len(stored.value))
@@ -159,10 +156,7 @@ class RemotePath(_Base):
     # ---- reading and writing ------------------------------------------------------
 
     def read_bytes(self) -> bytes:
-        """Returns the content of the object.
-
-        Raises FileNotFoundError if the object is missing.
-        """
+        """Returns the content; raises FileNotFoundError if missing."""
         stored = self.store.read(self.key)
         if stored is None:
             raise missing_error(self)
@@ -191,10 +185,7 @@ class RemotePath(_Base):
         self.store.create(self.key, b"")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object.
-
-        Raises FileNotFoundError if the object is missing.
-        """
+        """Removes the object; raises FileNotFoundError if missing."""
         if not missing_ok and not self.is_file():
             raise missing_error(self)
         self.store.delete(self.key)
@@ -232,10 +223,7 @@ def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
-    """Returns the result of a TensorStore read; in stores, before a deadline.
-
-    Raises StoreError if the store exceeded the deadline.
-    """
+    """Returns the result of a read; StoreError after the deadline of a store."""
     if is_remote(path):
         return path.store.connection.wait(f"read {path}", future, size)
     return future.result()

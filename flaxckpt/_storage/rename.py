@@ -26,10 +26,7 @@ class NotDurableError(OSError):
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Renames a finished directory to the final name, durably.
-
-    Raises CheckpointExistsError if `final` exists and is not an empty directory.
-    """
+    """Renames a directory durably; CheckpointExistsError if `final` has content."""
     try:
         temporary.rename(final)
     except OSError as error:
@@ -68,10 +65,7 @@ def withdraw(final: Path, aside: Path) -> None:
 
 
 def exchange_atomically(one: Path, other: Path) -> bool:
-    """Exchanges the names of two directories atomically; False if unsupported.
-
-    Raises OSError if the exchange is supported, but failed.
-    """
+    """Exchanges two names; False if unsupported, OSError for a failure."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

@@ -46,10 +46,7 @@ class Storage(Protocol[_Path]):
         """Returns True if `path` exists, even as a dangling link."""
 
     def names(self, directory: _Path, /) -> list[str]:
-        """Returns the names in a directory.
-
-        Raises FileNotFoundError if the directory is missing.
-        """
+        """Returns names in a directory; raises FileNotFoundError if missing."""
 
     def directories(self, directory: _Path, /) -> Iterator[str]:
         """Yields the names of the subdirectories, except links to directories."""
@@ -88,10 +85,7 @@ class Storage(Protocol[_Path]):
         """
 
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
-        """Returns numbers to detect changes of a file's content, and the size.
-
-        Raises OSError if the file is inaccessible.
-        """
+        """Returns numbers to detect changes, and the size; OSError if inaccessible."""
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
         """Checks the directory, or database, of the arrays for links that lead out.
@@ -222,10 +216,7 @@ class Storage(Protocol[_Path]):
         """
 
     def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:
-        """Makes a directory and the missing parents durably, each with `mode`.
-
-        Raises OSError if a directory cannot be made, or its path is a file.
-        """
+        """Makes a directory and its parents durably, with `mode`, or raises OSError."""
 
     def sync_directory(self, path: _Path, /) -> None:
         """Makes the names in a directory durable."""
@@ -245,10 +236,7 @@ class Storage(Protocol[_Path]):
         """
 
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
-        """Writes new files below the existing directory `root`, which are synced later.
-
-        Raises OSError if a file exists, or cannot be written.
-        """
+        """Writes new files below `root`, synced later; OSError if one exists."""
 
     def copy_file(self, source: Path, target: _Path, /) -> None:
         """Copies a file of this machine to a new file."""

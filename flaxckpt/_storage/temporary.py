@@ -220,10 +220,7 @@ def discard(path: Path) -> None:
 
 
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes abandoned temporary directories of the names that `is_ours` knows.
-
-    Raises OSError if a directory could not be removed.
-    """
+    """Removes abandoned directories that `is_ours` knows, or raises OSError."""
     for path in [root / name for name in leftovers(files.directories(root), is_ours)]:
         with claim(path) as is_free:
             if is_free and _is_abandoned(path):
@@ -283,10 +280,7 @@ def _remove_or_restore(path: Path) -> None:
 
 
 def sweep_files(directory: Path) -> None:
-    """Removes temporary files and reader leases left by crashes.
-
-    Raises OSError if a file could not be removed.
-    """
+    """Removes temporary files and leases left by crashes, or raises OSError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):

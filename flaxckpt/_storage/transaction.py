@@ -324,10 +324,7 @@ def _check_unread(path: Path, now: Path) -> None:
 
 
 def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes leftovers of crashes that `is_ours` knows by name, but nothing in use.
-
-    Raises OSError if a leftover could not be removed.
-    """
+    """Removes unused leftovers that `is_ours` knows, or raises OSError."""
     if not paths.is_remote(root):
         temporary.sweep(root, is_ours)
         return
@@ -338,10 +335,7 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
 
 
 def sweep_files(directory: Path) -> None:
-    """Removes temporary files and reader leases left by crashes.
-
-    Raises OSError if a file could not be removed.
-    """
+    """Removes temporary files and leases left by crashes, or raises OSError."""
     if paths.is_remote(directory):
         leases.sweep(directory)
     else:

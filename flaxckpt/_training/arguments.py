@@ -66,10 +66,7 @@ def check_extra(others: Mapping[str, Any]) -> None:
 
 
 def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
-    """Returns the functions of `getters` that are not None, by name.
-
-    Raises OptionError if one is no function.
-    """
+    """Returns the functions that are not None; OptionError if one is no function."""
     functions: dict[str, Callable[[], Any]] = {}
     for name, get in getters.items():
         if callable(get):
@@ -83,10 +80,7 @@ def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
 
 
 def json_getter(json: object) -> Callable[[int], Mapping[str, JSON]]:
-    """Returns a function from a step to its JSON items.
-
-    `json` has the items of all steps, or is such a function, or None.
-    """
+    """Returns a function from a step to its items, from such a function or items."""
     if callable(json):
         return json
     if json is not None and not isinstance(json, Mapping):

@@ -164,10 +164,7 @@ class CompletedStep:
 
 
 def metric_values(metrics: Any) -> Mapping[str, Any] | None:
-    """Returns metrics as numbers by name; computes clu's metric collections.
-
-    Raises OptionError for others.
-    """
+    """Returns metrics as numbers, clu's computed; raises OptionError for others."""
     compute = getattr(metrics, "compute", None)
     numbers = compute() if compute else metrics
     if numbers is None or isinstance(numbers, Mapping):

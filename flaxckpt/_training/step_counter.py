@@ -17,10 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_int(step: Any) -> int:
-    """Converts a step number to an int: an int, a whole float, or a 0-d array.
-
-    Raises OptionError for others.
-    """
+    """Returns a step from an int, whole float or 0-d array; else raises OptionError."""
     number = None
     with contextlib.suppress(Exception):  # others' arrays may raise anything
         if np.ndim(step) == 0 and not isinstance(step, str | bytes):

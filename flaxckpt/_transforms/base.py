@@ -289,10 +289,7 @@ def matches(
 def match_arrays(
     pattern: re.Pattern[str], table: LeafTable, what: str
 ) -> dict[LeafPath, re.Match[str]]:
-    """Returns the matching leaves with values, without empty containers.
-
-    Raises OptionError if no path matches, or a leaf is a string.
-    """
+    """Returns the matching leaves with values; raises OptionError, too for strings."""
     chosen = {
         path: match
         for path, match in matches(pattern, table).items()

@@ -41,10 +41,7 @@ def describe(fn: Callable[..., Any]) -> str:
 
 
 def is_described(recorded: str, described: str) -> bool:
-    """Returns True for the text of `describe`, or for the name alone.
-
-    Flaxckpt 0.1.0 recorded only the name.
-    """
+    """Returns True for the text of `describe`, or the name alone, as of release 0.1."""
     return described == recorded or described.startswith(f"{recorded}: ")
 
 

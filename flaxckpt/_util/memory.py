@@ -69,10 +69,7 @@ def _process_bytes() -> int | None:
 
 
 def batches(sized: Iterable[tuple[_T, int]], max_bytes: int) -> Iterator[list[_T]]:
-    """Divides items, in order, into batches of at most `max_bytes`.
-
-    A larger item gets its own batch.
-    """
+    """Divides items into batches of at most `max_bytes`; a larger one is alone."""
     batch: list[_T] = []
     total = 0
     for item, size in sized:

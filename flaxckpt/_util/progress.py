@@ -66,10 +66,7 @@ _open = threading.local()
 
 @contextlib.contextmanager
 def bar(counter: Counter) -> Iterator[None]:
-    """Shows a progress bar during a long block if a person watches the terminal.
-
-    Of nested blocks, only the outermost has a bar.
-    """
+    """Shows a progress bar to a person; of nested blocks, only the outermost."""
     if getattr(_open, "bar", False) or not _is_watched():
         yield
         return

@@ -195,10 +195,7 @@ def read_small(path: Path) -> bytes:
 
 
 def map_block(block: Block) -> Bytes:
-    """Maps a block into memory, copy-on-write; see `can_map`.
-
-    Raises ValueError if the file has another size.
-    """
+    """Maps a block, copy-on-write; raises ValueError for a file of another size."""
     if block.size == 0:
         return np.empty(0, np.uint8)
     if _map_function() is not None:
@@ -225,10 +222,7 @@ def can_join(sizes: Sequence[int]) -> bool:
 
 
 def map_blocks(blocks: Sequence[Block]) -> Bytes:
-    """Maps blocks contiguously; see `can_map` and `can_join`.
-
-    Raises ValueError if a file has another size.
-    """
+    """Maps blocks contiguously; raises ValueError for a file of another size."""
     map_at = _map_function()
     assert map_at is not None
     # Reserves the addresses; unmapping this also unmaps the blocks.
@@ -254,10 +248,7 @@ def map_blocks(blocks: Sequence[Block]) -> Bytes:
 
 
 def map_range(descriptor: int, offset: int, size: int) -> Bytes | None:
-    """Maps a range of bytes of an open file, copy-on-write.
-
-    Returns None if the range cannot be mapped, or cannot be read.
-    """
+    """Maps a range of an open file, copy-on-write; None if that is impossible."""
     map_at = _map_function()
     if map_at is None:
         return None

@@ -160,10 +160,7 @@ def print_paragraph(text: str, indent: str | None = None) -> None:
 
 
 def print_command(purpose: str, command: str) -> None:
-    """Prints a command to paste, which is never wrapped.
-
-    The `purpose` is on a line before a command that is long.
-    """
+    """Prints a command to paste, never wrapped; a long one below its `purpose`."""
     line = f"{purpose}: {command}"
     if is_terminal() and len(line) > terminal_width():
         print_paragraph(f"{purpose}:")

@@ -20,10 +20,7 @@ from flaxckpt.cli import _completion, _step_names
 
 
 class Argument:
-    """Declares an argument, called `metavar` in the usage.
-
-    If `is_step`, it is the step of a path; the verb gets its number.
-    """
+    """Declares an argument; `is_step`: it is a step, and the verb gets its number."""
 
     min: float | None = None
 
@@ -216,10 +213,7 @@ class _Command(click.Command):
     allow_extra_args = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the arguments.
-
-        Raises UsageError if there are too many of them.
-        """
+        """Parses the arguments; raises UsageError if there are too many."""
         super().parse_args(ctx, args)
         if not ctx.args or ctx.resilient_parsing:
             return ctx.args

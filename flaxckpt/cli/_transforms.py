@@ -34,10 +34,7 @@ MapOption = Annotated[
 def parse(
     only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns
 ) -> list[Transform]:
-    """Returns the transforms of the options.
-
-    Raises OptionError if a pattern, or the text of an option, is invalid.
-    """
+    """Returns the transforms; raises OptionError for an invalid pattern or text."""
     from flaxckpt._transforms import from_text
 
     return from_text.parse(

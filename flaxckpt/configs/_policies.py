@@ -56,10 +56,7 @@ def parse_option(key: str, text: str) -> PreservationPolicy:
 
 
 def to_table(key: str, policy: PreservationPolicy) -> dict[str, Any]:
-    """Returns the table of a policy, for files; the inverse of `parse`.
-
-    Raises OptionError for a custom policy.
-    """
+    """Returns the table of a policy for files; raises OptionError for a custom one."""
     form = _policy_forms.find(policy)
     if form is not None:
         [(_, first), *others] = form.to_dict(policy).items()

@@ -98,10 +98,7 @@ class UnsupportedError(ValueError):
 def read_members(
     file: IO[bytes], stamp: _storage.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
-    """Returns the intact members of an archive, and member name -> fault of the rest.
-
-    Raises ValueError if the file is not an archive, or members overlap.
-    """
+    """Returns intact members and faults of others; ValueError if they overlap."""
     try:
         with zipfile.ZipFile(cast("IO[bytes]", _LimitedReads(file))) as archive:
             infos, start = archive.infolist(), archive.start_dir

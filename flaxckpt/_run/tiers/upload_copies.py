@@ -145,10 +145,7 @@ def make(
 def _link_equal(
     path: Path, target: Path, earlier: Path | None, names: Collection[str]
 ) -> frozenset[str]:
-    """Makes hard links to the files of an earlier step that are equal.
-
-    Returns the names of these files.
-    """
+    """Makes hard links to equal files of an earlier step, and returns their names."""
     linked: set[str] = set()
 
     def link(name: str) -> None:

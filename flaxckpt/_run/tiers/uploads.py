@@ -214,10 +214,7 @@ class Uploads:
             self._is_tidy = True
 
     def start(self) -> None:
-        """Starts the thread that uploads marked steps.
-
-        A fork only logs a warning, once: the process that opened the run uploads.
-        """
+        """Starts the uploads; a fork logs a warning, once: only its parent uploads."""
         if self._processes is not None and not _util.job.is_first():
             if self._listener is None:
                 self._listener = _util.threads.Heartbeat(
