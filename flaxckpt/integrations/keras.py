@@ -277,6 +277,7 @@ class EpochBatches(keras.utils.PyDataset):  # type: ignore[misc]
         self._left = left
 
     def trained_on(self, count: int) -> None:
+        """Records training on `count` more batches."""
         for _ in range(count):
             self._position = self._ahead.popleft()
 
