@@ -258,7 +258,7 @@ class CheckpointCallback(Closing):
         """
         if others:
             arguments.check_extra(others)
-        completed = step_counter.to_int(step) + self._offset
+        completed = step_counter.to_completed(step, self._offset)
         if arguments.is_time(step, state, is_bound="state" in self._getters):
             state = None
         return self._after(completed, state, metrics, dataset, force)
@@ -278,16 +278,15 @@ class CheckpointCallback(Closing):
                 f" state, got {_util.arguments.describe(info)}: with a step and a"
                 " state, call the callback itself, on_step(step, state)"
             )
-        completed = getattr(info, "next_step", None)
-        if completed is None:
-            completed = step_counter.to_int(info.step) + 1
+        step, offset = getattr(info, "next_step", None), 0
+        if step is None:
+            step, offset = info.step, 1
         metrics = getattr(info, "metrics", None)
         loss = getattr(info, "loss", None)
         if metrics is None and loss is not None:
             metrics = {"loss": loss}
-        return self._after(
-            step_counter.to_int(completed), info.state, metrics, None, force
-        )
+        completed = step_counter.to_completed(step, offset)
+        return self._after(completed, info.state, metrics, None, force)
 
     def should_stop(self) -> bool:
         """Returns True if a signal has asked the program to stop.
@@ -551,7 +550,7 @@ class CheckpointCallback(Closing):
             metrics: Numbers by name, or a clu metric collection.
         """
         self.checkpointer.add_metrics(
-            step_counter.to_int(step) + self._offset,
+            step_counter.to_completed(step, self._offset),
             completed_step.metric_values(metrics) or {},
         )
 

@@ -10,14 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxckpt import _util, errors
+from flaxckpt import _steps, _util, errors
 from flaxckpt._types import PyTree
 
 _log = logging.getLogger(__name__)
 
 
-def to_int(step: Any) -> int:
-    """Returns a step from an int, whole float or 0-d array; else raises OptionError."""
+def to_completed(step: Any, offset: int) -> int:
+    """Returns the number of completed steps: `offset` more than the loop's `step`.
+
+    `step` is an int, a whole float, or a 0-d array. Raises OptionError for others, and
+    for a number that no checkpoint can have.
+    """
     number = None
     with contextlib.suppress(Exception):  # others' arrays may raise anything
         if np.ndim(step) == 0 and not isinstance(step, str | bytes):
@@ -27,7 +31,7 @@ def to_int(step: Any) -> int:
         raise errors.OptionError(
             f"a step must be a whole number, got {_util.arguments.describe(step)}"
         )
-    return number
+    return _steps.names.check(number + offset)
 
 
 def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
