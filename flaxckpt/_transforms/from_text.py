@@ -21,18 +21,21 @@ def parse(
     drop: Iterable[str] = (),
     rename: Iterable[str] = (),
     cast: Iterable[str] = (),
+    lossy_cast: Iterable[str] = (),
 ) -> list[Transform]:
     r"""Returns transforms in the order of the arguments.
 
     `only` are patterns of the leaves to keep together; `rename` and `cast` have the
-    forms `a/(.*)=b/\1` and `.*=bfloat16`.
+    forms `a/(.*)=b/\1` and `.*=bfloat16`, as have `lossy_cast`, which change integers.
     """
     transforms: list[Transform] = []
     if kept := [f"(?:{pattern})" for pattern in only]:
         transforms.append(make_keep("|".join(kept)))
     transforms += [make_drop(pattern) for pattern in drop]
     transforms += [make_rename(*_split("rename", "NAME", text)) for text in rename]
-    transforms += [make_cast(*_split("cast", "DTYPE", text)) for text in cast]
+    for texts, lossy in ((cast, False), (lossy_cast, True)):
+        casts = [_split("cast", "DTYPE", text) for text in texts]
+        transforms += [make_cast(*found, lossy=lossy) for found in casts]
     return transforms
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import logging
@@ -121,7 +122,11 @@ _PYTHON = re.compile(
 """An argument of Python in a message, with its value."""
 
 _QUOTES = "\"'"
-_OF_TRANSFORMS = {"rename": "--rename", "drop": "--drop", "cast": "--cast"}
+
+_TRANSFORM = re.compile(r"""\b(rename|drop|cast)\(((?:[^()"']|"[^"]*"|'[^']*')*)\)""")
+"""A call of a transform that has an option, with its arguments."""
+
+_TEXT = re.compile(r"""r?(?:"[^"]*"|'[^']*')""")
 
 
 def _name_options(message: str, command: click.Command) -> str:
@@ -135,13 +140,20 @@ def _name_options(message: str, command: click.Command) -> str:
         if isinstance(parameter, click.Option)
     }
 
+    def name_transform(found: re.Match[str]) -> str:
+        if found[1] not in options or _is_in_call(message[: found.start()]):
+            return found[0]
+        words = [ast.literal_eval(text) for text in _TEXT.findall(found[2])]
+        value = shlex.quote("=".join(words)) if words else options[found[1]].metavar
+        return f"--{found[1]} {value}{' --lossy' * ('lossy=True' in found[2])}"
+
     def name(found: re.Match[str]) -> str:
         argument, value = found[1], found[2] or ""
         if _is_in_call(message[: found.start()]):
             return found[0]
         if argument in ("transforms", "source_transforms") and "rename" in options:
-            named = [o for each, o in _OF_TRANSFORMS.items() if f"{each}(" in value]
-            return " and ".join(named) or "--rename, --drop or --cast"
+            named = value.strip("[]").replace(", --", " --")
+            return named if "--" in named else "--rename, --drop or --cast"
         if argument not in options:
             return found[0]
         option = options[argument]
@@ -150,6 +162,7 @@ def _name_options(message: str, command: click.Command) -> str:
             return flags[0] if flags else found[0]
         return f"{option.opts[0]} {value.strip(_QUOTES)}".rstrip(" …")
 
+    message = _TRANSFORM.sub(name_transform, message)
     return _PYTHON.sub(name, message)
 
 

@@ -170,6 +170,19 @@ def _join(words: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+_GUESSED = {
+    "--dtype": "--cast '.*=bfloat16'",
+    "--exclude": "--drop",
+    "--filter": "--only",
+    "--include": "--only",
+}
+"""Option of other tools -> the option here."""
+
+
+def _options(command: click.Command) -> set[str]:
+    return {name for param in command.params for name in param.opts}
+
+
 def describe_error(error: click.UsageError) -> str:
     """Returns what is wrong with a command line, and what to write instead."""
     told = error.format_message().rstrip(".")
@@ -185,6 +198,9 @@ def describe_error(error: click.UsageError) -> str:
             return f"{name} is missing: write {path} {usage}\n{name} is {meaning}"
         case click.NoSuchOption():
             near = errors.first_few(sorted(error.possibilities or ()), 3)
+            meant = _GUESSED.get(error.option_name, "")
+            if meant.partition(" ")[0] in _options(context.command):
+                near = meant
             advice = f"did you mean {near}?" if near else f"see {path} --help"
             return f"there is no option {error.option_name}: {advice}"
         case click.BadParameter(param=click.Parameter() as param):
@@ -219,9 +235,8 @@ class _Command(click.Command):
             return ctx.args
         listed = " ".join(ctx.args)
         taken = [param.title for param in self.params if isinstance(param, _Argument)]
-        options = {name for param in self.params for name in param.opts}
         is_step = len(ctx.args) == 1 and _step_names.parse(listed) is not None
-        is_step &= "--step" in options
+        is_step &= "--step" in _options(self)
         raise click.UsageError(
             f"{ctx.info_name} takes {', '.join(taken) or 'no argument'}, found"
             f" also {errors.first_few([*map(repr, ctx.args)], 3)}"

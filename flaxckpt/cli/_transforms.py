@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+from flaxckpt import errors
 from flaxckpt.cli._parameters import Option
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ CastOption = Annotated[
     _Patterns,
     Option("--cast", metavar="PATTERN=DTYPE", help="For example '.*=bfloat16'."),
 ]
+LossyOption = Annotated[
+    bool, Option("--lossy", help="Let --cast change integers, or make floats integers.")
+]
 MapOption = Annotated[
     str | None,
     Option("--map", metavar="NAME", help="Family of a published model, or auto."),
@@ -32,11 +36,16 @@ MapOption = Annotated[
 
 
 def parse(
-    only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns
+    only: _Patterns, drop: _Patterns, rename: _Patterns, cast: _Patterns, *, lossy: bool
 ) -> list[Transform]:
     """Returns the transforms; raises OptionError for an invalid pattern or text."""
     from flaxckpt._transforms import from_text
 
+    if lossy and not cast:
+        raise errors.OptionError("--lossy has an effect only with --cast")
     return from_text.parse(
-        only=only or (), drop=drop or (), rename=rename or (), cast=cast or ()
+        only=only or (),
+        drop=drop or (),
+        rename=rename or (),
+        **{"lossy_cast" if lossy else "cast": cast or ()},
     )

@@ -74,6 +74,7 @@ def convert(
     drop: _transforms.DropOption = None,
     rename: _transforms.RenameOption = None,
     cast: _transforms.CastOption = None,
+    lossy: _transforms.LossyOption = False,
     store: _Store = None,
     codec: _Codec = "none",
     items: _Items = None,
@@ -103,7 +104,7 @@ def convert(
     """
     from flaxckpt import _convert
 
-    changes = _transforms.parse(only, drop, rename, cast)
+    changes = _transforms.parse(only, drop, rename, cast, lossy=lossy)
     src, step = _app.locate_step(src, step, step_format)
     if format == "huggingface":
         _refuse({"--items": items}, "without --to huggingface")

@@ -84,6 +84,7 @@ def plan(
     drop: _transforms.DropOption = None,
     rename: _transforms.RenameOption = None,
     cast: _transforms.CastOption = None,
+    lossy: _transforms.LossyOption = False,
     as_source: _AsSourceOption = False,
     suggest: _SuggestOption = False,
     json: _app.JsonOption = False,
@@ -108,7 +109,7 @@ def plan(
     """
     from flaxckpt import _inspect
 
-    changes = _transforms.parse(only, drop, rename, cast)
+    changes = _transforms.parse(only, drop, rename, cast, lossy=lossy)
     if suggest and (changes or map is not None):
         raise errors.OptionError(
             "--suggest guesses the transforms: leave out --map, --only, --drop,"

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -330,12 +331,27 @@ def test_convert_changes_leaves(here, command):
     np.testing.assert_array_equal(found["bias"], np.zeros(3))
 
 
+def test_convert_names_the_option_that_narrows_integers(here, command):
+    flaxckpt.save("wide", {"step": jnp.int32(4)})
+    words = ["convert", "wide", "narrow", "--cast", "s.*=int8"]
+    told = command.refuses(*words)
+    assert told.startswith("flaxckpt: --cast 's.*=int8' would lose values of integers")
+    assert told.endswith("\nPass --lossy to allow this.\n")
+    command(*words, "--lossy")
+    assert flaxckpt.load("narrow")["step"].dtype == jnp.int8
+    flaxckpt.save("odd", {"w": jnp.ones(2, jnp.uint4)})
+    told = command.refuses("convert", "odd", "odd.safetensors")
+    assert "Change them, as --cast PATTERN=DTYPE --lossy or" in told
+
+
 def test_convert_rejects_existing_targets_and_bad_options(here, command):
     assert "w.msgpack" in command.refuses("convert", "orbax", "w.msgpack")
     command("convert", "orbax", "w.msgpack", "--overwrite", "--format", "msgpack")
     assert "must be PATTERN=DTYPE" in command.refuses(
         "convert", "orbax", "x", "--cast", "w"
     )
+    told = command.refuses("convert", "orbax", "x", "--lossy")
+    assert "--lossy has an effect only with --cast" in told
     assert "does not exist" in command.refuses("convert", "nowhere", "x")
 
 

@@ -73,6 +73,18 @@ def test_rejects_unknown_verb(command):
     ("words", "told"),
     [
         (["ls", "--jsn", "run"], "there is no option --jsn: did you mean --json?"),
+        (
+            ["convert", "run", "x", "--dtype", "bfloat16"],
+            "there is no option --dtype: did you mean --cast '.*=bfloat16'?",
+        ),
+        (
+            ["diff", "a", "--filter", "w"],
+            "there is no option --filter: did you mean --only?",
+        ),
+        (
+            ["ls", "--dtype", "run"],
+            "there is no option --dtype: see flaxckpt ls --help",
+        ),
         (["ls", "-z", "run"], "there is no option -z: see flaxckpt ls --help"),
         (["--foo", "ls"], "there is no option --foo: see flaxckpt --help"),
         (
