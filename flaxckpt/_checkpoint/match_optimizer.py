@@ -148,10 +148,17 @@ class OptimizerMatcher:
 
     def has_moved(self, place: LeafPath) -> bool:
         """Returns True if a stored state matches a wanted state at another path."""
-        return any(
-            place in (match.same, *match.others) and wanted != place
-            for wanted, match in self._matches.items()
-        )
+        return not self._wanted_by.get(place, set()) <= {place}
+
+    @_util.forks.lazy
+    def _wanted_by(self) -> dict[LeafPath, set[LeafPath]]:
+        """Path of each stored state -> paths of the wanted states that it matches."""
+        wanted_by: dict[LeafPath, set[LeafPath]] = {}
+        for wanted, match in self._matches.items():
+            for place in (match.same, *match.others):
+                if place is not None:
+                    wanted_by.setdefault(place, set()).add(wanted)
+        return wanted_by
 
     def _outside_of_transforms(self, path: LeafPath) -> list[LeafPath]:
         if (found := self._at(path)) is None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence, Set
 
 from flaxckpt import _state, errors
-from flaxckpt._checkpoint import mismatch
+from flaxckpt._checkpoint import mismatch, moved
 from flaxckpt._checkpoint.plan import RestorePlan
 from flaxckpt._formats.reader import Stored
-from flaxckpt._state.leaf import LeafInfo, LeafTable
+from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._transforms import mirrors
 from flaxckpt._types import LeafPath
 from flaxckpt.errors import Mismatch
@@ -34,45 +32,8 @@ _ADVICE_ON_TRANSFORMS = (
     ' it, or missing="init" for the state\'s own values. Otherwise, the types differ.'
 )
 
-_TOPS_SHOWN = 6
-
-_DROPS = 3
-"""The most patterns of leaves to begin anew that advice names."""
-
-
-class Moved(NamedTuple):
-    """Leaves stored in another container than the wanted one; empty for the root."""
-
-    wanted: LeafPath
-    found: LeafPath
-    names: Sequence[LeafPath]
-
-    def __str__(self) -> str:
-        where = f"below {self.found}/" if self.found else "at its root"
-        them = f"{len(self.names)} leaves"
-        if self.wanted:
-            them += f" below {self.wanted}/"
-        return f"{them}: the checkpoint has them {where}"
-
-    def rename(self, table: LeafTable) -> tuple[str, str] | None:
-        """Returns the arguments of the `rename` of the leaves, unless too long."""
-        pattern = f"{re.escape(self.found)}/(.*)"
-        if not self.found:
-            moved = {name.split("/")[0] for name in self.names}
-            tops = dict.fromkeys(path.split("/")[0] for path in table)
-            others = [re.escape(top) for top in tops if top not in moved]
-            some = [re.escape(top) for top in tops if top in moved]
-            if min(len(others), len(some)) > _TOPS_SHOWN:
-                return None
-            if not others:
-                pattern = "(.*)"
-            elif len(some) <= len(others):
-                pattern = f"((?:{'|'.join(some)})(?:/.*)?)"
-            else:
-                pattern = f"((?!(?:{'|'.join(others)})(?:/|$)).*)"
-        escaped = self.wanted.replace("\\", r"\\")
-        replacement = rf"{escaped}/\1" if self.wanted else r"\1"
-        return pattern, replacement
+_NAMED = 3
+"""The most patterns of leaves that advice names."""
 
 
 def make_error(
@@ -90,7 +51,7 @@ def make_error(
     source, and a run continues at a resume.
     """
     argument = "source_transforms" if is_source or is_resume else "transforms"
-    groups = [] if has_transforms else _find_moved(planned, stored.table)
+    groups = [] if has_transforms else moved.find_moved(planned, stored.table)
     others = [problem for problem in planned.problems if not problem.advice]
     kinds = {problem.kind for problem in others}
     changed = bool(kinds) and kinds <= {"differs", "missing"}
@@ -124,7 +85,7 @@ def advise(
     is_source: bool,
 ) -> RestorePlan:
     argument = "source_transforms" if is_source else "transforms"
-    groups = [] if has_transforms else _find_moved(planned, stored.table)
+    groups = [] if has_transforms else moved.find_moved(planned, stored.table)
     advice = _give_advice(planned, stored, groups, argument, has_state=has_state)
     renames = [each.rename(stored.table) for each in groups]
     known = tuple(each for each in renames if each is not None)
@@ -173,74 +134,8 @@ def make_unequal_error(
     )
 
 
-def _find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
-    """Returns groups of missing leaves stored in another container."""
-    lacking: dict[LeafPath, LeafInfo] = {}
-    used: set[LeafPath] = set()
-    for path, plan in planned.leaves.items():
-        if plan.wanted is None:
-            continue
-        used.update(plan.sources)
-        if plan.actions == ("conflict",) and not plan.sources:
-            lacking[path] = plan.wanted
-    if not lacking:
-        return []
-    free = {
-        path.removesuffix("/value"): leaf.info
-        for path, leaf in table.items()
-        if leaf.info.kind != "empty" and path not in used
-    }
-    if all_of_them := _find_container(lacking, free):
-        return [all_of_them]
-    branches: dict[str, dict[LeafPath, LeafInfo]] = {}
-    for path, info in lacking.items():
-        branches.setdefault(path.split("/")[0], {})[path] = info
-    groups = [
-        _find_container(branch, free) for branch in branches.values() if len(branch) > 1
-    ]
-    return [group for group in groups if group is not None]
-
-
-def _find_container(
-    lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
-) -> Moved | None:
-    first = next(iter(lacking)).split("/")
-    candidates: dict[tuple[LeafPath, LeafPath], int] = {}
-    for path in free:
-        if path.rpartition("/")[2] != first[-1] or path == "/".join(first):
-            continue
-        parts = path.split("/")
-        pairs = zip(reversed(parts), reversed(first), strict=False)
-        same = sum(
-            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        )
-        ends = "/".join(first[:-same]), "/".join(parts[:-same])
-        candidates[ends] = len(parts) + len(first) - 2 * same
-    for wanted, found in sorted(candidates, key=candidates.__getitem__):
-        if len(lacking) == 1 and wanted and found:
-            continue  # two leaves may have the same name by chance
-        if all(
-            (name := _below(wanted, path)) is not None
-            and (there := free.get(f"{found}/{name}" if found else name)) is not None
-            and there.shape == info.shape
-            for path, info in lacking.items()
-        ):
-            return Moved(
-                wanted, found, [_below(wanted, path) or "" for path in lacking]
-            )
-    return None
-
-
-def _below(container: LeafPath, path: LeafPath) -> LeafPath | None:
-    """Returns the path of a leaf relative to a container; None for leaves elsewhere."""
-    if not container:
-        return path
-    inside = path.startswith(f"{container}/")
-    return path[len(container) + 1 :] if inside else None
-
-
 def _format_rows(
-    problems: Sequence[Mismatch], groups: Sequence[Moved]
+    problems: Sequence[Mismatch], groups: Sequence[moved.Moved]
 ) -> list[str] | None:
     """Returns lines that show `problems`, a single line for leaves moved together."""
     if not groups:
@@ -258,7 +153,7 @@ def _format_rows(
 def _give_advice(
     planned: RestorePlan,
     stored: Stored,
-    groups: Sequence[Moved],
+    groups: Sequence[moved.Moved],
     argument: str,
     *,
     has_state: bool,
@@ -275,7 +170,7 @@ def _give_advice(
 def _advise(
     planned: RestorePlan,
     stored: Stored,
-    groups: Sequence[Moved],
+    groups: Sequence[moved.Moved],
     argument: str,
     *,
     has_state: bool,
@@ -298,6 +193,17 @@ def _advise(
     renames = [_as_code(each.rename(stored.table)) for each in groups]
     if groups and sum(len(each.names) for each in groups) == len(problems):
         return _advise_move(groups, renames, argument, are_all=True)
+    advice = _advise_on_rest(planned, stored, argument)
+    if groups:
+        move = _advise_move(groups, renames, argument, are_all=False)
+        return f"{move} For the other leaves: {advice[0].lower()}{advice[1:]}"
+    return advice
+
+
+def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
+    """Returns advice on leaves that are not stored in another container."""
+    problems = planned.problems
+    kinds = {problem.kind for problem in problems}
     if "unused" in kinds:
         return 'Add these leaves to the state, or pass unused="ignore".'
     if "several" in kinds:
@@ -305,12 +211,9 @@ def _advise(
     if kinds == {"missing"}:
         if advice := _advise_on_items(problems, stored):
             return advice
-        first = ""
-        if groups:
-            first = _advise_move(groups, renames, argument, are_all=False) + " "
         return (
-            f"{first}Pass a state with only the leaves of the checkpoint, or a state"
-            ' with values and missing="init" to keep them.'
+            "Pass a state with only the leaves of the checkpoint, or a state with"
+            ' values and missing="init" to keep them.'
         )
     if drops := _find_drops(planned):
         code = ", ".join([f'drop(r"{pattern}")' for pattern in drops])
@@ -355,7 +258,7 @@ def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
         branch = _whole_branch(path, other, planned.leaves)
         name = re.escape(path) if branch is None else f"{re.escape(branch)}/.*"
         patterns[name] = None
-        if len(patterns) > _DROPS:
+        if len(patterns) > _NAMED:
             return ()
     return tuple(patterns)
 
@@ -423,7 +326,7 @@ def _advise_on_width(
 
 
 def _advise_move(
-    groups: Sequence[Moved],
+    groups: Sequence[moved.Moved],
     renames: Sequence[str | None],
     argument: str,
     *,
@@ -432,7 +335,9 @@ def _advise_move(
     """Returns advice on leaves stored in another container."""
     ways = []
     if all(renames):
-        ways.append(f"pass {argument}=[{', '.join(map(str, renames))}]")
+        more = ", …" if len(renames) > _NAMED else ""
+        named = ", ".join(map(str, renames[:_NAMED]))
+        ways.append(f"pass {argument}=[{named}{more}]")
     [only] = groups if len(groups) == 1 else [None]
     if are_all and only is not None and not only.wanted:
         ways.append(f"nest the state below {only.found}/{_nesting_hint(only.found)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _util
@@ -127,6 +128,10 @@ class _MirroredParams(NamedTuple):
 
     def leaves(self) -> set[LeafPath]:
         return {root + param for root in self.roots for param in self.params}
+
+
+_LAST = chr(sys.maxunicode)
+"""A character after all others."""
 
 
 class _Roles:
@@ -285,10 +290,7 @@ class _Roles:
             }
             parents = own if parents is None else parents & own
         return any(
-            all(
-                any(path.startswith(parent + name) for path in self._outside)
-                for name in names
-            )
+            all(_beginning_with(parent + name, self._sorted_outside) for name in names)
             for parent in parents or ()
         )
 
@@ -334,11 +336,10 @@ class _Roles:
         if len(roots) == 1:
             [root] = roots
             if root in (params, f"{beside}target/") or not any(
-                path.startswith(beside)
-                and not path.startswith(root)
+                not path.startswith(root)
                 and "/" in path[len(beside) :]
                 and not _COPY.search(path, len(beside))
-                for path in self._outside
+                for path in _beginning_with(beside, self._sorted_outside)
             ):
                 return "one"
         return "either"
@@ -399,17 +400,8 @@ class _Roles:
             if known.state_class and param and known.field not in NAMED_VALUES:
                 by_field.setdefault((known.place, known.field), []).append(param)
         is_masked = optax_containers.is_masked(node)
-        outside = self._outside_set
         for params in by_field.values():
-            first = params[0]
-            roots = {
-                path[: len(path) - len(first)]
-                for path in self._outside
-                if path == first or path.endswith(f"/{first}")
-            }
-            roots = {r for r in roots if all(r + p in outside for p in params)}
-            roots = {root for root in roots if root.startswith(beside)} or roots
-            if roots:
+            if roots := self._roots(params, beside):
                 # A moving average has the same paths as the parameters.
                 originals = {
                     root for root in roots if not _COPY.search(root, len(beside))
@@ -420,9 +412,40 @@ class _Roles:
         every = itertools.chain.from_iterable(by_field.values())
         return _MirroredParams(frozenset(), frozenset(every), is_masked)
 
+    def _roots(self, params: Sequence[LeafPath], beside: LeafPath) -> set[LeafPath]:
+        """Returns the prefixes of leaves outside that have all `params`.
+
+        Those that begin with `beside` are returned alone.
+        """
+        outside = self._outside_set
+
+        def have_all(roots: Iterable[LeafPath]) -> set[LeafPath]:
+            return {r for r in roots if all(r + p in outside for p in params)}
+
+        roots = self._roots_by_end.get(params[0], ())
+        near = have_all(_beginning_with(beside, roots))
+        return near or have_all(roots)
+
     @_util.forks.lazy
     def _outside_set(self) -> frozenset[LeafPath]:
         return frozenset(self._outside)
+
+    @_util.forks.lazy
+    def _sorted_outside(self) -> list[LeafPath]:
+        return sorted(self._outside)
+
+    @_util.forks.lazy
+    def _roots_by_end(self) -> dict[LeafPath, list[LeafPath]]:
+        """End of each leaf outside of optimizers -> sorted prefixes of the leaves."""
+        ends = [
+            (path[: len(path) - len(end)], end)
+            for path in self._outside
+            for end in tree.suffixes(path)
+        ]
+        by_end: dict[LeafPath, list[LeafPath]] = {}
+        for root, end in sorted(ends):
+            by_end.setdefault(end, []).append(root)
+        return by_end
 
     # -- finding the states of transforms --
 
@@ -528,6 +551,12 @@ class _Roles:
         return optax_containers.fields_of_states(
             tuple(sorted(name for name in loaded if name.startswith("optax")))
         )
+
+
+def _beginning_with(prefix: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
+    """Returns those of the sorted paths that begin with `prefix`."""
+    start = bisect.bisect_left(paths, prefix)
+    return list(paths[start : bisect.bisect_left(paths, f"{prefix}{_LAST}", start)])
 
 
 def _prefix_beside(keys: Keys) -> LeafPath:

@@ -142,6 +142,39 @@ def test_errors_stay_short_for_many_leaves(tmp_path):
     assert len(str(info.value).splitlines()) < 15
 
 
+def test_error_finds_leaves_that_moved(tmp_path):
+    dense = {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}
+    old = {"enc": dense, "head": {"kernel": jnp.ones((2, 5))}}
+    new = {"enc": dense, "head": {"kernel": jnp.ones((2, 3))}}
+    moments = optax.sgd(0.1, 0.9).init(new)  # fit the new head, but are no parameters
+
+    def told(stored, wanted):
+        flaxckpt.save(tmp_path / "c", stored, overwrite=True)
+        with pytest.raises(errors.RestoreMismatchError) as info:
+            flaxckpt.load(tmp_path / "c", wanted)
+        return str(info.value)
+
+    found = told({"model": old, "opt_state": moments}, {"params": new})
+    assert "  2 leaves below params/: the checkpoint has them below model/\n" in found
+    assert "params/head/kernel: wanted float32[2, 3], found nothing" in found
+    rename = r'rename(r"model/(.*)", r"params/\1")'
+    assert f"Pass transforms=[{rename}]. For the other leaves: pass a" in found
+    assert "values and missing=" in found
+
+    branches = "abcde"
+    found = told(
+        {x: {"p": dense} for x in branches}, {x: {"q": dense} for x in branches}
+    )
+    for x in branches:
+        assert f"  2 leaves below {x}/q/: the checkpoint has them below {x}/p/" in found
+    assert found.count("rename(") == 3, "and then …"
+
+    found = told({"params": dense, "ema": dense}, {"model": dense, "average": dense})
+    assert "has them" not in found, "either may be the other"
+    found = told({"a": {"w": 1}, "b": {"w": 2}}, {"c": {"w": 1, "x": 1, "y": 1}})
+    assert "has them" not in found, "one of three has the name by chance"
+
+
 def test_error_suggests_where_to_nest_state(tmp_path):
     params = {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}
     moments = ({"mu": params, "nu": params},)
