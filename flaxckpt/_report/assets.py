@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "static"
@@ -23,8 +24,9 @@ def script() -> str:
 
 
 def read(*names: str) -> str:
-    """Returns files that pages load, one after the other."""
-    return "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in names)
+    """Returns files that pages load, without comment lines and indentation."""
+    texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in names]
+    return re.sub(r"(?m)^ *//.*\n|^ +", "", "\n".join(texts))
 
 
 def source_hash(text: str) -> str:

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flaxckpt import errors
 from flaxckpt._report import flight_recorder, templates
@@ -173,7 +173,7 @@ def _events(report: Report) -> list[JSON]:
         )
     for event in report.happened:
         if event.step is not None and event.kind in _HAPPENINGS:
-            text = f"step {event.step:,}: {_HAPPENINGS[event.kind]}"
+            text = f"step {event.step:,}: {event.kind.replace('_', ' ')}"
             if why := event.details.get("reason") or event.details.get("error"):
                 text += f", {errors.printable(str(why))}"
             found.append((event.step, event.kind, text))
@@ -189,40 +189,49 @@ def _events(report: Report) -> list[JSON]:
     return [[*each] for each in found[-_MOST_POINTS:]]
 
 
-_HAPPENINGS = {
-    "preempted": "preempted",
-    "fell_back": "a restore fell back to an older step",
-    "found_damaged": "found damaged",
-    "found_good": "found good",
-}
+_HAPPENINGS = ("preempted", "fell_back", "found_damaged", "found_good")
 
 # ---- several runs -----------------------------------------------------------------
 
 
+_LIVE_SECS = 600.0
+
+
 def draw_runs(
     metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]],
-    runs: Sequence[str],
-    live: Collection[str],
+    reports: Mapping[str, Report],
+    is_whole: bool,
 ) -> html.Markup:
     """Returns the section with the metrics of several runs, a line for each run.
 
-    `runs` get their colours in this order; `live` ones are drawn strongest.
+    The oldest run gets its colour first, so that newer ones do not change it. Runs that
+    have saved in the last minutes are drawn strongest. `is_whole` is False while
+    reports are missing.
     """
+
+    def age(run: str) -> float:
+        return min((save.began for save in reports[run].saves), default=math.inf)
+
+    def is_live(run: str) -> bool:
+        report = reports[run]
+        return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
+
     drawn = [
         {
             "name": errors.printable(name),
             "lines": [
-                curve(run, values) | {"live": run in live}
+                curve(run, values) | {"live": is_live(run)}
                 for run, values in lines.items()
             ],
         }
         for name, lines in metrics.items()
     ]
+    names = [*map(errors.printable, sorted(reports, key=age))]
     shown = {run for lines in metrics.values() for run in lines}
     return templates.render(
         "runs.html",
         runs=sorted(shown),
-        data={"runs": {"names": [*map(errors.printable, runs)], "metrics": drawn}},
+        data={"runs": {"names": names, "metrics": drawn, "is_whole": is_whole}},
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from flaxckpt import policies
+from flaxckpt import errors, policies
 from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
@@ -180,11 +180,6 @@ class Report:
     integrity: tuple[Integrity, ...]
     notes: Mapping[str, str]
 
-    @property
-    def checked_count(self) -> int:
-        """The number of checkpoints with a known integrity, good or bad."""
-        return sum(check.state != "unknown" for check in self.integrity)
-
     @functools.cached_property
     def faults(self) -> Mapping[int | None, str]:
         """The steps that cannot be used -> `damaged` or `not readable`."""
@@ -269,11 +264,6 @@ class Report:
         found = itertools.groupby(self.integrity, lambda c: c if c.is_bad else c.state)
         return [[*checks] for _, checks in found]
 
-    @property
-    def is_good(self) -> bool:
-        """True if no checkpoint that was checked is damaged or unreadable."""
-        return not self.faults
-
 
 def last_good(points: Sequence[MetricValue]) -> MetricValue | None:
     """Returns the newest value that can be used, of values by ascending step."""
@@ -297,3 +287,60 @@ def _find_best(
         point._replace(mode=best.get(point.step), is_bad=point.step in faults)
         for point in points
     )
+
+
+# ---- several reports --------------------------------------------------------------
+
+
+class Ranking(NamedTuple):
+    """The order of runs: by the lowest or highest values of a metric, or by name."""
+
+    metric: str | None
+    mode: Literal["min", "max"]
+
+    @property
+    def text(self) -> str:
+        """The order in a phrase."""
+        if self.metric is None:
+            return "name"
+        end = "highest" if self.mode == "max" else "lowest"
+        return f"the best {errors.printable(self.metric)}, {end} first"
+
+    def rank(self, reports: Mapping[str, Report]) -> list[str]:
+        """Returns the runs in this order; those without a value come last."""
+        sign = -1 if self.mode == "max" else 1
+
+        def place(run: str) -> tuple[float, bool, str]:
+            best = self.find_best(reports[run])
+            is_bad = best is not None and bool(reports[run].faults)
+            return math.inf if best is None else sign * best.value, is_bad, run
+
+        return sorted(reports, key=place)
+
+    def find_best(self, report: Report) -> MetricValue | None:
+        """Returns the best value of the metric at the steps that can be used."""
+        points = report.metrics.get(self.metric or "", ())
+        usable = {p.step: p for p in points if not (p.is_bad or p.is_deleted)}
+        values = {step: point.value for step, point in usable.items()}
+        best = policies.rank(values, self.mode)[:1]
+        return usable[best[0]] if best and self.metric is not None else None
+
+
+def find_rankings(reports: Mapping[str, Report]) -> dict[str, Ranking]:
+    """Returns the choices of a ranking: those of the policies of most runs first.
+
+    The next one is by name. A metric without a policy may be ranked either way.
+    """
+    counts = collections.Counter(
+        Ranking(name, best.mode)
+        for report in reports.values()
+        for name, best in report.bests
+        if best.mode is not None
+    )
+    found = [ranking for ranking, _ in counts.most_common()]
+    known = {ranking.metric for ranking in found}
+    others = dict.fromkeys(name for each in reports.values() for name in each.metrics)
+    modes: tuple[Literal["min", "max"], ...] = ("min", "max")
+    found.append(Ranking(None, "min"))
+    found += [Ranking(n, mode) for n in others if n not in known for mode in modes]
+    return {f"{each.mode}:{each.metric or ''}": each for each in found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,21 @@ def judge(report: Report) -> RunVerdict:
     if state == "bad" and len(found) > 1:
         text += "; " + "; ".join(found[1:])
     return RunVerdict(state, f"{text[:1].upper()}{text[1:]}.")
+
+
+def describe_state(report: Report) -> str:
+    """Returns the verdict in few words: `healthy`, or `diverged at 110`."""
+    diverged, faults = find_divergence(report), report.faults
+    texts = [] if diverged is None else [f"diverged at {diverged.step:,}"]
+    for why, count in collections.Counter(faults.values()).items():
+        texts.append(humanize.count(count, f"{why} step") if report.is_run else why)
+    if faults and report.is_run:
+        newest = [f"{n:,}" for n in sorted(n for n in faults if n is not None)[::-1]]
+        none = "no step can be used"
+        texts[-1] += f": {errors.first_few(newest, 3) if report.good else none}"
+    texts += _describe_failure(report)
+    is_idle = not report.steps and not report.history
+    return ", ".join(texts) or ("no steps" if is_idle else "healthy")
 
 
 def _name(name: str) -> str:

@@ -17,8 +17,8 @@ _AVERAGES = frozenset(("ema", "ema_params", "params_ema", "target_params"))
 _DEEPEST = 3
 """An optimizer state further inside is one of the user's own containers."""
 
-_LEAST_SHARE = 0.02
-"""Smaller copies are not worth a name."""
+_LEAST_SHARE = 0.08
+"""Smaller copies are not worth a name, and smaller parts are not divided."""
 
 
 class Part(NamedTuple):
@@ -149,9 +149,6 @@ def find_children(trees: Sequence[Subtree]) -> list[list[int]]:
 _MOST_PARTS = 60
 _MOST_INNER = 14
 """Limit for a container; its smaller children are combined."""
-
-_LEAST_SHARE = 0.08
-"""Parts with a smaller share of the whole are not divided."""
 
 
 def divide(trees: Sequence[Subtree]) -> tuple[Part, ...]:

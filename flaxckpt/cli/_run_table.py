@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,23 +12,22 @@ from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
-    from flaxckpt._inspect.listing import Listing
+    from flaxckpt._report.data import MetricValue, Ranking, Report
     from flaxckpt._report.ui.places import Location
     from flaxckpt.policies import PreservationPolicy
 
 _COLUMNS = (
     TextColumn("run"),
+    TextColumn("verdict"),
+    TextColumn("best"),
     TextColumn("steps", is_number=True),
     TextColumn("newest", is_number=True),
     TextColumn("saved"),
-    TextColumn("best"),
-    TextColumn("damaged"),
     TextColumn("size", is_number=True),
 )
-_BEST = 4
-_TIMES = ("%Y-%m-%d %H:%M", "%m-%d %H:%M")
-"""How times are written; the shorter way on narrow terminals."""
-_MOST_DAMAGED = 3
+_BEST = 2
+_LEAST_COLUMNS = 4
+"""Narrow terminals have at least these, and no others that do not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,8 +46,10 @@ class _Run:
         steps: The number of steps, damaged ones among them; None of a checkpoint.
         newest: The newest undamaged step, or None.
         created: The start of its save, in seconds since 1970, or None.
-        best: Metric that policies rank steps by -> the best undamaged step.
+        best: Metric that policies rank steps by, or all runs are ranked by -> the best
+            undamaged step.
         damaged: The damaged steps; None for a checkpoint.
+        verdict: How it goes: `healthy`, `diverged at 110`; empty if unknown.
         bytes: The size of all files; None in object stores.
         error: The reason why it could not be listed; empty without one.
     """
@@ -60,6 +62,7 @@ class _Run:
     created: float | None = None
     best: Mapping[str, _Best] = dataclasses.field(default_factory=dict)
     damaged: Sequence[int | None] = ()
+    verdict: str = ""
     bytes: int | None = None
     error: str = ""
 
@@ -84,7 +87,22 @@ def show(
     json: bool,
 ) -> int:
     """Prints the runs, and returns the exit code: 1 if one is damaged or unreadable."""
-    runs = [_describe(place, keep, step_format) for place in places]
+    from flaxckpt import _report
+
+    reports: dict[str, Report] = {}
+    unread: list[_Run] = []
+    for place in places:
+        try:
+            options = _report.ReportOptions(
+                keep, diff=False, step_format=step_format if place.is_run else None
+            )
+            reports[place.name] = _report.gather(place.path, options)
+        except (errors.CheckpointError, OSError) as error:
+            why = errors.one_line(error)
+            unread.append(_Run(place.name, str(place.path), place.is_run, error=why))
+    ranking = next(iter(_report.data.find_rankings(reports).values()))
+    ranked = ranking.rank(reports)
+    runs = [_describe(name, reports[name], ranking) for name in ranked] + unread
     is_bad = any(run.damaged or run.error for run in runs)
     if json:
         _output.print_document({"path": path, "runs": runs})
@@ -93,10 +111,13 @@ def show(
         [metric] = metrics if len(metrics) == 1 else [""]
         if metric:
             columns[_BEST] = TextColumn(f"best {_output.shorten_name(metric)}")
-        long, short = ([_row(run, metric, form) for run in runs] for form in _TIMES)
-        is_wide = _output.table_width(columns, long) > _output.terminal_width()
-        is_short = is_wide and _output.is_terminal()
-        _output.print_table(columns, short if is_short else long)
+        rows = [_row(run, metric) for run in runs]
+        room = _output.terminal_width() if _output.is_terminal() else math.inf
+        while len(columns) > _LEAST_COLUMNS:
+            if _output.table_width(columns, rows) <= room:
+                break
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        _output.print_table(columns, rows)
         for run in runs:
             if run.error:
                 _output.print_paragraph(f"{run.name} cannot be listed: {run.error}")
@@ -106,65 +127,45 @@ def show(
         parts = [_output.count(count, "run")] if count else []
         if others := len(runs) - count:
             parts.append(_output.count(others, "checkpoint"))
-        _output.print_line(f"{' and '.join(parts)}{size}")
+        order = f"; by {ranking.text}" if ranking.metric else ""
+        _output.print_paragraph(f"{' and '.join(parts)}{size}{order}")
     return _app.FINDING if is_bad else _app.SUCCESS
 
 
-def _describe(
-    place: Location, keep: Sequence[PreservationPolicy] | None, step_format: str | None
-) -> _Run:
-    from flaxckpt import _inspect
+def _describe(name: str, report: Report, ranking: Ranking) -> _Run:
+    from flaxckpt import _report
 
-    name, path, is_run = place.name, str(place.path), place.is_run
-    try:
-        listing = _inspect.listing.listing(
-            place.path, keep=keep, step_format=step_format if is_run else None
-        )
-    except (errors.CheckpointError, OSError) as error:
-        return _Run(name, path, is_run, error=errors.one_line(error))
-    good = [step for step in listing.steps if step.damage is None]
+    found: dict[str | None, MetricValue | None] = dict(report.bests)
+    found.setdefault(ranking.metric, ranking.find_best(report))
+    newest = report.good[-1] if report.good else None
     return _Run(
         name,
-        path,
-        is_run,
-        steps=len(listing.steps) if is_run else None,
-        newest=good[-1].step if good else None,
-        created=good[-1].created if good else None,
-        best=_find_best(listing),
-        damaged=[step.step for step in listing.steps if step.damage is not None],
-        bytes=listing.bytes,
+        report.path,
+        report.is_run,
+        steps=len(report.steps) if report.is_run else None,
+        newest=None if newest is None else newest.step,
+        created=None if newest is None else newest.created,
+        best={m: _Best(p.step, p.value) for m, p in found.items() if m and p},
+        damaged=[*report.faults],
+        verdict=_report.flight_recorder.describe_state(report),
+        bytes=report.bytes,
     )
 
 
-def _find_best(listing: Listing) -> dict[str, _Best]:
-    metrics = {step.step: step.metrics for step in listing.steps}
-    return {
-        metric: _Best(step, metrics[step][metric])
-        for metric, step in listing.best.items()
-    }
-
-
-def _row(run: _Run, metric: str, form: str) -> list[str | Cell]:
-    """Returns the cells of a run; `metric` is the only one, whose name is above.
-
-    `form` is that of times.
-    """
+def _row(run: _Run, metric: str) -> list[str | Cell]:
+    """Returns the cells of a run; `metric` is the only one, whose name is above."""
     best = [
         f"{'' if name == metric else f'{_output.shorten_name(name)} '}"
         f"{_output.number(found.value, 4)} at {found.step}"
         for name, found in run.best.items()
     ]
-    damaged = errors.first_few(
-        ["yes" if step is None else str(step) for step in run.damaged], _MOST_DAMAGED
-    )
-    if len(run.damaged) > _MOST_DAMAGED:
-        damaged = f"{len(run.damaged):,} steps"
+    is_bad = run.verdict not in ("healthy", "no steps")
     return [
         run.name,
+        Cell("unreadable" if run.error else run.verdict, "red" if is_bad else ""),
+        ", ".join(best),
         "" if run.steps is None else f"{run.steps:,}",
         "" if run.newest is None else str(run.newest),
-        _output.when(run.created, form),
-        ", ".join(best),
-        Cell("unreadable" if run.error else damaged, "red"),
+        _output.when(run.created),
         "" if run.bytes is None else _output.size(run.bytes),
     ]

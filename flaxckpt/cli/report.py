@@ -82,10 +82,10 @@ def report(
     )
     size = 0 if file is None else _write(file, _report.page(data))
     if json:
-        _output.print_document({"ok": data.is_good, **_output.fields_of(data)})
+        _output.print_document({"ok": not data.faults, **_output.fields_of(data)})
     else:
         _show(data, file, size)
-    return _app.SUCCESS if data.is_good else _app.FINDING
+    return _app.FINDING if data.faults else _app.SUCCESS
 
 
 def _destination(path: str, output: str | None) -> Path:
@@ -141,7 +141,8 @@ def _show(data: Report, file: Path | None, size: int) -> None:
             fault = "is damaged" if check.state == "damaged" else "could not be read"
             name = f"step {check.step}" if check.step is not None else data.path
             _output.print_paragraph(f"{name} {fault}: {check.detail}")
-    checked, total = data.checked_count, len(data.integrity)
+    total = len(data.integrity)
+    checked = total - data.states["unknown"]
     if checked < total:
         _output.print_paragraph(
             f"{checked:,} of {total:,} steps were looked at: --verify reads every byte"

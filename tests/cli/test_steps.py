@@ -219,25 +219,38 @@ def test_ls_lists_directory_of_runs(tmp_path, monkeypatch, command):
     save("runs/deep/b", {7: 1.0})
     flaxckpt.save("runs/one", {"w": np.ones(2)})
     header, *rows, last = command.text("ls", "runs")
-    titles = ["run", "steps", "newest", "saved", "best", "loss", "size"]
+    titles = ["run", "verdict", "best", "loss", "steps", "newest", "saved", "size"]
     assert header.split() == titles
-    assert [row.split()[0] for row in rows] == ["a", "deep/b", "one"]
+    assert [row.split()[:2] for row in rows] == [
+        ["a", "healthy"],
+        ["deep/b", "healthy"],
+        ["one", "healthy"],
+    ]
     assert "  1 at 2  " in rows[0]
     assert last.startswith("2 runs and 1 checkpoint, ")
+    assert last.endswith("; by the best loss, lowest first")
+    keep = [LatestN(9), BestN(1, "loss", "min")]
+    save("runs/z", {1: 0.5, 2: float("nan")}, keep)
+    ranked = command.text("ls", "runs")[1:-1]
+    assert [row.split()[0] for row in ranked] == ["z", "a", "deep/b", "one"]
+    assert "  diverged at 2  " in ranked[0]
+    shutil.rmtree("runs/z")
     save("runs/c", {4: 5.0}, [BestN(1, "loss", "max")])
     long = "x" * 500
     save("runs/other", {1: 9.0}, [BestN(1, long, "min")], metric=long)
     header, *rows, _ = command.text("ls", "runs")
-    assert header.split() == [*titles[:5], "size"]
+    assert header.split() == [*titles[:3], *titles[4:]]
     assert "  loss 1 at 2  " in rows[0]
-    assert "  loss 5 at 4  " in rows[1]
+    assert "  loss 1 at 7  " in rows[1], "no policy ranks its steps"
+    assert "  loss 5 at 4  " in rows[2]
     assert max(map(len, rows)) < 120
     shutil.rmtree("runs/c")
     shutil.rmtree("runs/other")
     (tmp_path / "runs/a/3/state/d/0.small.0").unlink()
     found = command.json("ls", "runs", code=1)["runs"]
-    assert [run["newest"] for run in found] == [2, 7, None]
-    assert [run["damaged"] for run in found] == [[3], [], []]
-    assert found[0]["best"] == {"loss": {"step": 2, "value": 1.0}}
-    assert found[0]["bytes"] > 0
+    assert [run["newest"] for run in found] == [7, 2, None]
+    assert [run["damaged"] for run in found] == [[], [3], []], "as good, but damaged"
+    assert found[1]["best"] == {"loss": {"step": 2, "value": 1.0}}
+    assert found[1]["bytes"] > 0
+    assert found[1]["verdict"] == "1 damaged step: 3"
     assert "need one of them" in command.refuses("ls", "runs", "-n", 1)

@@ -362,7 +362,7 @@ def test_script_names_run_nothing(show, tmp_path):
     assert opened.messages == []
     assert opened.requests == [opened.page.url]
     assert opened.page.title().endswith("flaxckpt report")
-    assert found.is_good
+    assert not found.faults
     assert len(opened.page.query_selector_all("script")) == 1
     assert opened.page.query_selector_all("img") == []
     assert opened.texts("figure[data-metric] strong")[:2] == [bad, worse]

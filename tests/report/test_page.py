@@ -90,7 +90,7 @@ def test_step_without_description_is_damaged(run, name):
     (run / "80" / name).unlink()
     found = gather(run)
     assert {i.step: i.state for i in found.integrity}[80] == "damaged"
-    assert not found.is_good
+    assert found.faults
     assert "flaxckpt.json" in found.integrity[-1].detail
 
 
@@ -330,11 +330,11 @@ def test_report_changes_nothing(run):
 
 def test_checks_files_and_sizes_by_default(run):
     found = gather(run)
-    assert found.is_good
+    assert not found.faults
     assert {each.state for each in found.integrity} == {"whole"}
     damage(run / "50")
     found = gather(run)
-    assert not found.is_good
+    assert found.faults
     assert [e.step for e in found.integrity if e.state == "damaged"] == [50]
 
 
@@ -556,8 +556,11 @@ def test_does_not_show_unchecked_steps_as_good(tmp_path):
             ckpt.save(step, {"w": np.full(3, step)})
     damage(tmp_path / "1")  # not checked by default
     found = gather(tmp_path)
-    assert found.is_good
-    assert (found.checked_count, len(found.integrity)) == (10, 14)
+    assert not found.faults
+    assert (len(found.integrity) - found.states["unknown"], len(found.integrity)) == (
+        10,
+        14,
+    )
     page = _report.page(found)
     kind, texts = _card(page)
     assert "good" not in kind
@@ -588,7 +591,7 @@ def test_full_check_finds_changed_byte(run):
 def test_reports_a_run_with_a_damaged_newest_step(run):
     (run / "80" / "flaxckpt.json").write_text("{")
     found = gather(run, keep=KEEP)
-    assert not found.is_good
+    assert found.faults
     assert found.steps[-1].step == 80
     page = _report.page(found)
     assert "damaged" in page
@@ -627,7 +630,7 @@ def test_empty_run_renders_page(tmp_path):
     flaxckpt.Checkpointer(tmp_path / "new").close()
     found = gather(tmp_path / "new")
     assert found.steps == ()
-    assert found.is_good
+    assert not found.faults
     assert "There are no steps yet." in _text(_report.page(found))
 
 
@@ -638,7 +641,7 @@ def test_reports_runs_in_stores(tmp_path):
             opened.save(step, {"w": np.full(4, step, np.float32)}, metrics={"l": step})
     found = gather(url)
     assert found.bytes is None
-    assert found.is_good
+    assert not found.faults
     assert [save.step for save in found.saves] == [1, 2]
     assert [*found.change.changed] == ["w"]
     assert "memory://report/run" in _report.page(found)

@@ -545,6 +545,15 @@ def test_layout_stays_still_while_reading_values(show, report, width):  # noqa: 
     assert page.evaluate(tops) == before
     page.mouse.move(1, 1)
     assert page.locator(f"{LOSS} .facts").is_visible()
+    page.get_by_role("button", name="Export").click()
+    expect(page.locator("menu.actions output")).not_to_be_empty()
+    assert page.evaluate(tops) == before
+    heights = "() => [...document.querySelectorAll('.tools')].map(e => e.offsetHeight)"
+    [before] = page.evaluate(heights)
+    page.focus("canvas.brush")
+    page.keyboard.press("+")
+    expect(page.locator("output.range")).to_contain_text("steps ")
+    assert page.evaluate(heights) == [before]
 
 
 def test_searches_rows_of_long_table(show, report):  # noqa: F811
@@ -574,6 +583,10 @@ def test_long_table_indicates_more_rows(show, report, width):  # noqa: F811
     assert whole == shown
     button.click()
     assert box.evaluate(sizes)[1] < whole
+    # In a window with room for nearly all rows, all are shown, and no button.
+    opened.page.set_viewport_size({"width": width, "height": round(1.35 * whole)})
+    expect(button).to_be_hidden()
+    assert box.evaluate("box => box.scrollHeight - box.clientHeight") == 0
     assert opened.messages == []
 
 
@@ -694,6 +707,6 @@ def test_pointer_is_exact_on_curve_of_many_values(show, report):  # noqa: F811
 
 def test_scripts_are_small_and_plain():
     script = _report.assets.script()
-    assert len(script.encode()) < 105_000, "uPlot is half of it"
+    assert len(script.encode()) < 98_000, "uPlot is half of it"
     banned = r"innerHTML|outerHTML|insertAdjacent|eval\(|Function\(|fetch\(|XMLHttp"
     assert re.search(banned, script) is None

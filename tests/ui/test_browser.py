@@ -152,6 +152,7 @@ def served_token_is_gone(opened):
 
 def test_new_step_appears_while_run_saves(visit, runs):
     opened = visit()
+    opened.page.clock.install()
     page = opened.open("/run", run="growing")
     page.wait_for_selector("#steps tr[data-step='2']")
     page.click("#saves > details > summary")  # folds stay as the reader set them
@@ -170,7 +171,13 @@ def test_new_step_appears_while_run_saves(visit, runs):
     sync_api.expect(page.locator("figure[data-metric=loss] .facts")).to_contain_text(
         "at step 3"
     )
+    page.clock.fast_forward("02:00")  # news are no news for ever
+    sync_api.expect(page.locator("#news")).to_have_text("up to date")
     assert opened.is_quiet, opened.messages
+    page.route("**/news*", lambda route: route.fulfill(status=403))
+    sync_api.expect(page.locator("#news.bad")).to_contain_text("not connected")
+    page.unroute("**/news*")
+    sync_api.expect(page.locator("#news:not(.bad)")).to_have_text("up to date")
 
 
 @pytest.mark.slow
@@ -296,6 +303,8 @@ def test_unfolds_searches_and_reads_leaves(visit):
     page.click("text=400 more")
     page.click("text=200 more")
     page.wait_for_selector("li[data-path='layers/layer_599']")
+    within = page.locator("#tree > ul").evaluate("e => e.scrollHeight - e.clientHeight")
+    assert within == 0, "the tree scrolls, not a box in it"
     page.click("li[data-path='layers/layer_7'] > details > summary")
     page.wait_for_selector("li[data-path='layers/layer_7/w']")
     page.fill("input[name=q]", "W layer_59")

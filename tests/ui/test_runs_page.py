@@ -130,7 +130,7 @@ def test_groups_and_finds_runs_by_tags(opened):
     page = opened.page
     row = page.locator("tr[data-run='sgd-1']")
     expect(row.locator("td")).to_contain_text(["sgd", "0.1"])
-    assert titles(opened)[1:4] == ["best loss", "optimizer", "lr"]
+    assert titles(opened)[1:5] == ["state", "best loss", "optimizer", "lr"]
     page.select_option("select[name=group]", label="lr")
     captions = page.locator("#all-runs caption")
     expect(captions.nth(3)).to_contain_text("lr=0.3: By the best loss")
@@ -200,7 +200,7 @@ def colours(opened):
     return dict(buttons.evaluate_all(seen))
 
 
-def test_run_keeps_its_colour_beside_new_runs(opened, served):
+def test_run_keeps_its_colour_beside_new_runs(opened, browser, served):  # noqa: F811
     page = opened.page
     before = colours(opened)
     assert len(before) == len({*before.values()}) == 8
@@ -217,6 +217,39 @@ def test_run_keeps_its_colour_beside_new_runs(opened, served):
     expect(page.locator("button[data-series='aaa']")).to_be_visible()
     expect(page.locator("#runs .message")).to_have_count(0)
     assert colours(opened) == now
+    other = Page(browser, served)  # another tab, which remembers no colours
+    expect(other.page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(other.page.locator("#runs .message")).to_have_count(0)
+    assert colours(other) == now
+    other.context.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_tip_ranks_runs_by_value_with_their_colours(browser, served, width):  # noqa: F811
+    opened = Page(browser, served, width=width)
+    page = opened.page
+    expect(page.locator("#runs .message")).to_have_count(0)
+    page.hover("figure[data-metric=loss] .u-over", position={"x": 90, "y": 190})
+    tip = page.locator(".tip")
+    rows = re.findall(r"^([\w-]+): ([\d.]+)$", tip.text_content(), re.M)
+    assert {*NAMES} <= {name for name, _ in rows}
+    assert [float(value) for _, value in rows] == sorted(
+        (float(value) for _, value in rows), reverse=True
+    )
+    background = "all => all.map(each => getComputedStyle(each).backgroundColor)"
+    swatches = tip.locator(".swatch").evaluate_all(background)
+    before = "each => getComputedStyle(each, '::before').backgroundColor"
+    assert swatches == [
+        page.locator(f"button[data-series='{name}']").evaluate(before)
+        for name, _ in rows
+    ]
+    inner = tip.bounding_box()
+    outer = page.locator("figure[data-metric=loss]").bounding_box()
+    assert inner["x"] >= outer["x"] - 1
+    assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 1
+    assert inner["y"] + inner["height"] <= outer["y"] + outer["height"] + 1
+    assert opened.is_quiet, opened.messages
+    opened.context.close()
 
 
 def test_click_on_row_or_curve_opens_run(opened):

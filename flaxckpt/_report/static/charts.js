@@ -21,9 +21,16 @@
     return colours.get(name);
   }
 
-  // A run keeps its colour, whatever runs come before it: the one that follows from its
-  // name, or the next that fewest runs have. The tab remembers it.
-  const seats = new Map(attempt(() => JSON.parse(sessionStorage.flaxckptColours)));
+  // A run keeps its colour, whatever runs come later: the one that follows from its name,
+  // or the next that fewest older runs have. The tab remembers the colours of runs once
+  // all are read, so that a run that is older than others repaints none either.
+  let seats = new Map();
+
+  function seatAll({ names, is_whole: isWhole }) {
+    seats = new Map(attempt(() => JSON.parse(sessionStorage.flaxckptColours)));
+    names.forEach(seatOf);
+    if (isWhole) attempt(() => sessionStorage.setItem("flaxckptColours", JSON.stringify([...seats])));
+  }
 
   // Pages in frames may have no storage and no address.
   function attempt(act) {
@@ -36,7 +43,6 @@
       const order = Array.from({ length: PALETTE }, (_, n) => (hash + n) % PALETTE);
       const taken = (seat) => [...seats.values()].filter((each) => each === seat).length;
       seats.set(run, order.reduce((a, b) => (taken(b) < taken(a) ? b : a)));
-      attempt(() => sessionStorage.setItem("flaxckptColours", JSON.stringify([...seats])));
     }
     return seats.get(run);
   }
@@ -321,17 +327,19 @@
       setRange(range);
     }
 
-    // Returns the texts of the lines at the step nearest to a place of the pointer.
-    textsAt(index) {
+    // Returns the lines at the step nearest to a place of the pointer, the highest first,
+    // with their values and texts.
+    readAt(index) {
       const step = this.plot.data[0][index];
-      return this.lines.flatMap((line, n) => {
+      return this.lines.flatMap((line) => {
         if (view.hidden.has(line.name)) return [];
         const at = line.x.indexOf(step);
         if (at < 0) return [];
+        const value = line.y[at];
         const state = line.state?.[at];
-        const text = number(line.y[at]) + this.unit + (state ? `, ${fateOf(step, state)}` : "");
-        return [this.lines.length > 1 ? `${line.name}: ${text}` : text];
-      });
+        const text = number(value) + this.unit + (state ? `, ${fateOf(step, state)}` : "");
+        return [{ line, value, text: this.lines.length > 1 ? `${line.name}: ${text}` : text }];
+      }).sort((a, b) => b.value - a.value);
     }
 
     // Returns the run whose value at the nearest step is at a place, of several runs.
@@ -350,17 +358,29 @@
       const index = this.plot.posToIdx(place);
       const step = this.plot.data[0][index];
       if (step === undefined) return;
-      const texts = this.textsAt(index);
-      if (texts.length > 12) texts.splice(10, Infinity, `and ${texts.length - 10} more`);
-      this.plot.over.dataset.tip = this.lines.length > 1
-        ? [`${this.name}, step ${whole(step)}`, ...texts, ...(run ? [`A click opens ${run.name}`] : [])].join("\n")
-        : `${this.name}\nstep ${whole(step)}: ${texts[0] ?? "none"}`;
+      const found = this.readAt(index);
+      if (this.lines.length < 2) {
+        this.plot.over.dataset.tip = `${this.name}\nstep ${whole(step)}: ${found[0]?.text ?? "none"}`;
+        return;
+      }
+      // Of many lines, those around the pointer.
+      const above = found.filter((each) => each.value > this.plot.posToVal(height, "y")).length;
+      const from = found.length > 12 ? clamp(above - 5, 0, found.length - 10) : 0;
+      const shown = found.length > 12 ? found.slice(from, from + 10) : found;
+      const below = found.length - from - shown.length;
+      const rows = [
+        [`${this.name}, step ${whole(step)}`], ...(from ? [[`${from} higher`]] : []),
+        ...shown.map((each) => [each.text, each.line.colour]),
+        ...(below ? [[`${below} lower`]] : []), ...(run ? [[`A click opens ${run.name}`]] : []),
+      ];
+      this.plot.over.tipColours = rows.map((row) => row[1]);
+      this.plot.over.dataset.tip = rows.map((row) => row[0]).join("\n");
     }
 
     read(plot) {
       const index = plot.cursor.idx;
       const isAway = index === null || index === undefined || plot.cursor.left < 0;
-      const texts = isAway ? [] : this.textsAt(index);
+      const texts = isAway ? [] : this.readAt(index).map((each) => each.text);
       const step = isAway ? null : plot.data[0][index];
       this.output.textContent = texts.length ? `step ${whole(step)}: ${texts.join(", ")}` : "";
       markLayers(step);
@@ -370,17 +390,16 @@
     pick(by) {
       const steps = this.plot.data[0];
       const index = this.plot.cursor.idx ?? steps.length - 1;
-      const valueOf = (line) => line.y[line.x.indexOf(steps[index])];
-      const there = this.lines.filter((line) => !view.hidden.has(line.name) && valueOf(line) != null)
-        .sort((a, b) => valueOf(b) - valueOf(a));
+      const there = this.readAt(index).filter((each) => each.value !== null);
       if (!there.length) return;
       showStep(steps[index]);
-      const at = there.indexOf(this.picked) + by;
-      this.picked = there[clamp(at, 0, there.length - 1)];
+      const at = there.findIndex((each) => each.line === this.picked) + by;
+      const { line, value } = there[clamp(at, 0, there.length - 1)];
+      this.picked = line;
       const { left, top } = this.plot.over.getBoundingClientRect();
-      const text = `${this.picked.name}, step ${whole(steps[index])}: ${valueOf(this.picked)}\nEnter opens it`;
       window.components.showTip(
-        text, left + this.plot.valToPos(steps[index], "x"), top + this.plot.valToPos(valueOf(this.picked), "y"),
+        `${line.name}, step ${whole(steps[index])}: ${value}\nEnter opens it`,
+        left + this.plot.valToPos(steps[index], "x"), top + this.plot.valToPos(value, "y"), [line.colour], this.figure,
       );
     }
 
@@ -917,7 +936,7 @@
     },
     // A metric of each run in one picture, for all metrics.
     runs(place) {
-      data.runs.names.forEach(seatOf);
+      seatAll(data.runs);
       return data.runs.metrics.map((metric) => addCurves(
         place, metric.name, 260, metric.lines.map((each) => ({
           ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,

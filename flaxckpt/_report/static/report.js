@@ -15,22 +15,32 @@
   tip.setAttribute("role", "status");
   tip.hidden = true;
 
-  function showTip(text, x, y) {
+  // A line with a colour begins with a swatch. The tip of a figure stays in it, so that it
+  // covers no other one.
+  function showTip(text, x, y, colours = [], figure = null) {
     if (!tip.isConnected) document.body.append(tip);
-    tip.textContent = text;
+    tip.replaceChildren(...text.split("\n").flatMap((line, n) => {
+      const swatch = document.createElement("span");
+      swatch.className = "swatch";
+      swatch.style.background = colours[n];
+      return [n ? "\n" : "", colours[n] ? swatch : "", line];
+    }));
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
-    const left = x + 16 + width > page.clientWidth ? x - 16 - width : x + 16;
-    const top = y + 16 + height > page.clientHeight ? y - 12 - height : y + 16;
+    const box = figure?.getBoundingClientRect();
+    const right = box?.right ?? page.clientWidth;
+    const bottom = Math.min(box?.bottom ?? Infinity, page.clientHeight);
+    const left = x + 16 + width > right ? Math.max(box?.left ?? 0, x - 16 - width) : x + 16;
+    const above = box ? bottom - height : y - 12 - height;
     tip.style.left = `${Math.max(4, left)}px`;
-    tip.style.top = `${Math.max(4, top)}px`;
+    tip.style.top = `${Math.max(4, y + 16 + height > bottom ? above : y + 16)}px`;
   }
 
   function hideTip() {
     tip.hidden = true;
   }
 
-  // Returns the tip of a mark or of an element around it. A <title>, which a browser
+  // Returns a mark, or the element around it, that has a tip. A <title>, which a browser
   // would show late and again, becomes data-tip.
   function tipOf(target) {
     for (let at = target; at instanceof Element; at = at.parentElement) {
@@ -39,7 +49,7 @@
         at.dataset.tip = title.textContent;
         title.remove();
       }
-      if (at.dataset.tip) return at.dataset.tip;
+      if (at.dataset.tip) return at;
       if (at.matches(".picture, table, section")) return null;
     }
     return null;
@@ -47,9 +57,9 @@
 
   function point(event) {
     if (!(event.target instanceof Element)) return;
-    const text = tipOf(event.target);
-    if (text) showTip(text, event.clientX, event.clientY);
-    else hideTip();
+    const at = tipOf(event.target);
+    if (!at) return hideTip();
+    showTip(at.dataset.tip, event.clientX, event.clientY, at.tipColours, at.closest("figure"));
   }
 
   document.addEventListener("pointermove", point, { passive: true });
@@ -162,6 +172,22 @@
     fold: (button) => foldAll(button, false),
   };
 
+  // Tables that nearly fit have no box: to scroll to a few rows would be more work.
+  const MOST_HIDDEN = 120;
+
+  function fitTables() {
+    const tables = [...document.querySelectorAll(".table")];
+    for (const table of tables) table.classList.remove("fits");
+    const hidden = tables.map((table) => {
+      const box = table.querySelector(".scroll");
+      return box.scrollHeight - box.clientHeight;
+    });
+    tables.forEach((table, n) => table.classList.toggle("fits", hidden[n] < MOST_HIDDEN));
+  }
+
+  addEventListener("resize", fitTables);
+  document.addEventListener("toggle", fitTables, true);
+
   function foldAll(button, isOpen) {
     const scope = button.closest("[data-scope]");
     for (const each of scope.querySelectorAll("[data-branch] > details")) {
@@ -200,7 +226,10 @@
     for (const input of document.querySelectorAll("input[data-search]")) {
       if (input.value) search(input);
     }
+    fitTables();
   }
+
+  fitTables();
 
   window.components = { refresh, showTip, hideTip };
 })();

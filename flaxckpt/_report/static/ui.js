@@ -5,19 +5,22 @@
   // ---- news ---------------------------------------------------------------------------
 
   const ASK_MS = 500;
+  const SAID_MS = 60_000; // how long news without damage are shown
   const LOST = "not connected: is flaxckpt ui still running?";
   const line = document.getElementById("news");
   let address = document.body.dataset.news;
   let asking = null;
+  let told = -Infinity; // the time of the last news
 
   // Asks from time to time while the page is seen.
   async function ask() {
     clearTimeout(asking);
     if (!address || document.hidden) return;
     try {
-      const reply = await fetch(address);
+      const reply = await fetch(address, { signal: AbortSignal.timeout(20 * ASK_MS) });
       if (reply.status === 404) location.reload(); // deleted
       else if (reply.ok) tell(await reply.json());
+      else say(LOST); // such as another server on this port
     } catch {
       say(LOST);
     }
@@ -26,8 +29,10 @@
 
   function tell({ version, text, is_bad: isBad }) {
     const isNew = !address.endsWith(`version=${version}`);
+    if (isNew && !address.endsWith("version=")) told = Date.now(); // not at the first answer
+    const isOld = Date.now() - told > SAID_MS;
+    say(text && (isBad || !isOld) ? text : "up to date", isBad);
     address = address.replace(/version=[\d.]*$/, `version=${version}`);
-    say(text || "up to date", isBad);
     if (isNew) showNews();
   }
 

@@ -6,10 +6,10 @@ import collections
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from flaxckpt import errors, policies
-from flaxckpt._report import chart_data, content, flight_recorder, templates
+from flaxckpt import errors
+from flaxckpt._report import chart_data, content, data, flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.ui import feeds, frame
@@ -23,8 +23,6 @@ _MOST_COLUMNS = 4
 _MOST_TAGS = 20
 _MOST_RUNS = 60
 """More runs are only listed by name."""
-
-_LIVE_SECS = 600.0
 
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
@@ -101,19 +99,17 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
                 reports[place.name] = report
         except (errors.CheckpointError, OSError) as error:
             unread[place.name] = error
-    names = [place.name for place in places]
+    waiting = len(places) - len(reports) - len(unread)
     metrics = _metrics(reports)
-    live = {run for run, report in reports.items() if _is_live(report)}
     curves = dict([*metrics.items()][:_MOST_CURVES])
-    checkpoints = [report for report in reports.values() if not report.is_run]
+    checkpoints = (report for report in reports.values() if not report.is_run)
     single = [name for each in checkpoints for s in each.steps for name in s.metrics]
     shown = list(dict.fromkeys([*metrics, *single]))[:_MOST_METRICS]
-    rankings = _find_rankings(reports)
+    rankings = data.find_rankings(reports)
     rank, by = query.text("rank"), query.text("group")
     if rank[:4] in ("min:", "max:") and rank not in rankings:  # not read yet
-        rankings[rank] = _Ranking(
-            rank[4:] or None, "max" if rank[:4] == "max:" else "min"
-        )
+        mode: Literal["min", "max"] = "max" if rank[:4] == "max:" else "min"
+        rankings[rank] = data.Ranking(rank[4:] or None, mode)
     default, *others = rankings.items()
     ranking = rankings.get(rank, default[1])
     tags = _find_tags(reports)
@@ -121,28 +117,28 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
     if by.startswith("tag:"):
         choices.setdefault(by, by[4:])
     groups: dict[str, list[str]] = {}
-    for run in _rank(reports, ranking):
+    for run in ranking.rank(reports):
         groups.setdefault(_name_group(run, reports[run], by), []).append(run)
     if unread:
         groups.setdefault("cannot be read" if by in choices and by else "", [])
     return templates.render(
         "ui/runs.html",
         version=version,
-        waiting=len(names) - len(reports) - len(unread),
-        curves=chart_data.draw_runs(curves, names, live) if metrics else "",
+        waiting=waiting,
+        curves=chart_data.draw_runs(curves, reports, not waiting) if metrics else "",
         order=f"By {ranking.text}",
         orders=[("", default[1].text), *((key, each.text) for key, each in others)],
         rank=rank,
         group_choices=[*choices.items()],
         group=by,
-        is_many=len(names) > 1,
+        is_many=len(places) > 1,
         names=shown,
         metric=ranking.metric,
         tags=tags[:_MOST_COLUMNS],
         groups=groups,
         reports=reports,
-        best={run: _find_best(reports[run], ranking) for run in reports},
-        diverged=flight_recorder.find_divergence,
+        best={run: ranking.find_best(reports[run]) for run in reports},
+        describe_state=flight_recorder.describe_state,
         unread=unread,
         more=list(workspace.places.runs)[_MOST_RUNS:],
     )
@@ -166,66 +162,6 @@ def _find_tags(reports: Mapping[str, Report]) -> list[str]:
             values.setdefault(name, collections.Counter())[value] += 1
     differing = [n for n, each in values.items() if max(each.values()) < len(reports)]
     return sorted(differing, key=lambda n: -values[n].total())[:_MOST_TAGS]
-
-
-def _is_live(report: Report) -> bool:
-    """Returns True if a run has saved in the last minutes."""
-    return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
-
-
-class _Ranking(NamedTuple):
-    """The order of runs: by the lowest or highest values of a metric, or by name."""
-
-    metric: str | None
-    mode: Literal["min", "max"]
-
-    @property
-    def text(self) -> str:
-        if self.metric is None:
-            return "name"
-        end = "highest" if self.mode == "max" else "lowest"
-        return f"the best {errors.printable(self.metric)}, {end} first"
-
-
-def _find_rankings(reports: Mapping[str, Report]) -> dict[str, _Ranking]:
-    """Returns the choices of a ranking: those of the policies of most runs first.
-
-    The next one is by name. A metric without a policy may be ranked either way.
-    """
-    counts = collections.Counter(
-        _Ranking(name, best.mode)
-        for report in reports.values()
-        for name, best in report.bests
-        if best.mode is not None
-    )
-    found = [ranking for ranking, _ in counts.most_common()]
-    known = {ranking.metric for ranking in found}
-    others = dict.fromkeys(name for each in reports.values() for name in each.metrics)
-    modes: tuple[Literal["min", "max"], ...] = ("min", "max")
-    found.append(_Ranking(None, "min"))
-    found += [_Ranking(n, mode) for n in others if n not in known for mode in modes]
-    return {f"{each.mode}:{each.metric or ''}": each for each in found}
-
-
-def _rank(reports: Mapping[str, Report], ranking: _Ranking) -> list[str]:
-    """Returns the runs in the order of a ranking; those without a value come last."""
-    sign = -1 if ranking.mode == "max" else 1
-
-    def place(run: str) -> tuple[float, bool, str]:
-        best = _find_best(reports[run], ranking)
-        is_bad = best is not None and bool(reports[run].faults)
-        return math.inf if best is None else sign * best.value, is_bad, run
-
-    return sorted(reports, key=place)
-
-
-def _find_best(report: Report, ranking: _Ranking) -> MetricValue | None:
-    """Returns the best value of a metric at the steps that can be used."""
-    points = report.metrics.get(ranking.metric or "", ())
-    usable = {p.step: p for p in points if not (p.is_bad or p.is_deleted)}
-    values = {step: point.value for step, point in usable.items()}
-    best = policies.rank(values, ranking.mode)[:1]
-    return usable[best[0]] if best and ranking.metric is not None else None
 
 
 _GROUPS = {
