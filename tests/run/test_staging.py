@@ -381,6 +381,30 @@ def test_does_not_replace_step_during_upload(tmp_path):
     strategies.assert_same(state(1, "b"), flaxckpt.load(path))
 
 
+def test_step_replaced_by_another_job_is_not_mixed_into_its_upload(
+    tmp_path, monkeypatch, caplog
+):
+    path, staging, other = tmp_path / "run", tmp_path / "ssd", tmp_path / "other"
+    real = seams.current("transaction.copy")
+    with flaxckpt.Checkpointer(other) as ckpt:
+        ckpt.save(1, state(1, "b")).wait()
+
+    def copy(*given, **options):
+        marker = real(*given, **options)
+        if (other / "1").exists():
+            shutil.copy(staging / "1/NOT_UPLOADED", other / "1")
+            (staging / "1").rename(tmp_path / "before")
+            (other / "1").rename(staging / "1")
+        return marker
+
+    with flaxckpt.Checkpointer(path, staging=staging) as ckpt:
+        seams.replace(monkeypatch, "transaction.copy", copy)
+        ckpt.save(1, state(1)).wait()
+        ckpt.wait_for_uploads()
+    assert "another process has replaced" in caplog.text
+    strategies.assert_same(state(1, "b"), flaxckpt.load(path))
+
+
 def test_prune_applies_policies_of_both_tiers(tmp_path):
     path, staging = tmp_path / "run", tmp_path / "ssd"
     with flaxckpt.Checkpointer(path, staging=staging, keep_staging=()) as ckpt:

@@ -113,34 +113,39 @@ class Copier:
 
     def _leave_out(self, task: CopyTask) -> None:
         """Tells the others that a step is not copied here."""
-        why = json.dumps("a newer step was saved before")
+        why = "a newer step was saved before"
         with _closing(task.operation):
-            task.operation.report("copied", why)
+            task.operation.report("copied", json.dumps([why, ""]))
             if task.operation.is_first:
-                task.operation.first("durable", lambda: why)
+                task.operation.first("durable", functools.partial(json.dumps, why))
 
     def _copy(self, task: CopyTask, pace: Pace) -> str | None:
         """Copies the parts of others to this process; returns why that failed."""
         operation, begun = task.operation, time.monotonic()
-        copied, fault = Copied(), None
+        copied, fault, save = Copied(), None, ""
         try:
             sources = task.find_sources()
+            save = sources.save
             known = parts.find_parts(sources.path)
             wanted = [name for part in task.parts for name in known.files[part]]
             copied = part_copies.copy_parts(sources, wanted, self._mode, pace=pace)
             part_copies.sync(sources.path, wanted)
+            if parts.identify(sources.path) != save:
+                fault = "another process has replaced the step"
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
-        told = json.dumps(fault)
+        told = json.dumps([fault, save])
         operation.report("copied", told)
 
         def gather() -> str:
-            faults = map(json.loads, operation.gather("copied", told))
-            rows = [f"process {n}: {why}" for n, why in enumerate(faults) if why]
-            return json.dumps("; ".join(rows))
+            rows = [json.loads(row) for row in operation.gather("copied", told)]
+            faults = [f"process {n}: {why}" for n, (why, _) in enumerate(rows) if why]
+            if not faults and len({save for _, save in rows}) > 1:
+                faults = ["the processes have different saves of it"]
+            return json.dumps("; ".join(faults))
 
         fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
-        if fault is None:
+        if fault is None and parts.identify(sources.path) == save:
             path = sources.path
             with contextlib.suppress(FileNotFoundError):  # just deleted
                 _steps.markers.mark_copied(path, task.copies)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
 from flaxckpt._run.tiers import part_copies
-from flaxckpt._run.tiers.parts import find_held, find_parts
+from flaxckpt._run.tiers.parts import find_held, find_parts, identify
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation
@@ -22,6 +22,11 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 8
 """Files copied at a time."""
+
+
+class ReplacedError(errors.CheckpointExistsError):
+    """Another process has replaced a step in staging during its upload."""
+
 
 Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
 
@@ -114,7 +119,9 @@ def make(
 
     Raises:
         DamagedCheckpointError: The step is damaged here, or no process has a part.
+        ReplacedError: Another process has replaced the step meanwhile.
     """
+    save = identify(path)
     names: Collection[str] = ()
     if operation is None:
         if why := _checkpoint.verify.find_damage(path, None):
@@ -138,8 +145,19 @@ def make(
             else _copy_parts(path, new.directory, earlier, operation)
         )
         marker = new.copy(path, lambda name: _belongs(name) and str(name) not in copied)
+        _check_save(path, save)
         new.write(marks)
         return new.commit(marker).size
+
+
+def _check_save(path: Path, save: str | None) -> None:
+    """Raises ReplacedError unless a step is still the given save.
+
+    A job that was thought dead may replace it. Its files of the same names are whole,
+    and would be mixed with those that were copied before.
+    """
+    if identify(path) != save:
+        raise ReplacedError(f"another process has replaced {path} during its upload")
 
 
 def _link_equal(
@@ -188,7 +206,8 @@ def _copy_parts(
         assigned = _assign(path, missing, sound)
         operation.first(f"copy {turn}", functools.partial(json.dumps, assigned))
         try:
-            damaged = _copy_sound(path, target, earlier, assigned[0], operation)
+            mine = assigned[0]
+            damaged = _copy_sound(path, held.save, target, earlier, mine, operation)
             rows = operation.gather(f"copied {turn}", json.dumps(damaged))
         except BaseException as error:  # others may still write there
             operation.fail(error, stage=f"copied {turn}")
@@ -233,12 +252,16 @@ def _assign(
 
 def _copy_sound(
     path: Path,
+    save: str,
     target: Path,
     earlier: Path | None,
     parts: Sequence[int],
     operation: Operation,
 ) -> list[int]:
-    """Copies the undamaged parts of those given; returns the damaged ones."""
+    """Copies the undamaged parts of those given; returns the damaged ones.
+
+    Raises ReplacedError if another save than `save` is there at the end.
+    """
     if not parts:
         return []
     files = find_parts(path).files
@@ -261,6 +284,7 @@ def _copy_sound(
     directories = {str(Path(name).parent) for name in names}
     paths = [target / name for name in (*names, *directories)]
     _storage.of(target).sync_files(paths, _THREADS)
+    _check_save(path, save)
     return damaged
 
 
@@ -288,7 +312,7 @@ def help_copy(
         if assigned is None:
             break
         mine = assigned[operation.index]
-        damaged = _copy_sound(path, target, earlier, mine, operation)
+        damaged = _copy_sound(path, save, target, earlier, mine, operation)
         operation.report(f"copied {turn}", json.dumps(damaged))
     operation.first("committed", str, is_patient=True)
     return path, marker

@@ -588,7 +588,7 @@ def _advice(error: Exception) -> str:
                 " {staging}. To replace it, save the result of restore(step={step})"
                 " again, with on_exists='overwrite'."
             )
-        case _ElsewhereError():
+        case _ElsewhereError() | upload_copies.ReplacedError():
             return (
                 "End the other process, or let it upload {names}, then call"
                 " wait_for_uploads()."
