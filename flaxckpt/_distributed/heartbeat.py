@@ -89,7 +89,7 @@ class Heartbeats:
             beats = self._store.list(_KEY)
         else:
             with contextlib.suppress(TimeoutError):
-                beats["0"] = self._store.get(f"{_KEY}/0", 0.001)
+                beats["0"] = self._store.get(f"{_KEY}/0", 0)
         self._listened = time.monotonic()
         for process, beat in beats.items():
             heard = self._heard.get(int(process))

@@ -21,7 +21,7 @@ class KeyValueStore(Protocol):
     def set(self, key: str, text: str) -> None: ...
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Waits for a text, or raises TimeoutError."""
+        """Waits for a text, or raises TimeoutError; with a timeout of 0, asks once."""
         ...
 
     def list(self, prefix: str) -> dict[str, str]:

@@ -23,8 +23,6 @@ STOPPED = "stopped"
 _CONFIRM_SECS = 5.0
 """Seconds to wait until processes confirm the end of an operation."""
 
-_AT_ONCE_SECS = 0.001
-
 
 class Failure(NamedTuple):
     """Failure of a process.
@@ -83,6 +81,11 @@ class Messages:
     def report(self, stage: str, text: str) -> None:
         self._store.set(f"{self._name}/{stage}-of/{self._index}", text)
 
+    def reports(self, stage: str) -> dict[int, str]:
+        """Returns the reports about a stage until now: process -> its text."""
+        texts = self._store.list(f"{self._name}/{stage}-of")
+        return {int(process): text for process, text in texts.items()}
+
     def get_report(self, stage: str, process: int, timeout_secs: float) -> str | None:
         try:
             return self._store.get(f"{self._name}/{stage}-of/{process}", timeout_secs)
@@ -106,7 +109,7 @@ class Messages:
     def get_end(self) -> ApartError | None:
         """Returns the announced end and confirms it; None during the operation."""
         try:
-            over = self._store.get(f"{self._name}/over", _AT_ONCE_SECS)
+            over = self._store.get(f"{self._name}/over", 0)
         except TimeoutError:
             return None
         self._store.set(f"{self._name}/heard/{self._index}", "")

@@ -135,7 +135,7 @@ class ProcessGroup:
         """
         key = _call_key(kind, directory)
         try:
-            token, _, what = self.store.get(key, 0.001).partition(" ")
+            token, _, what = self.store.get(key, 0).partition(" ")
         except TimeoutError:
             return None
         if self._joined.get(key) == token:
@@ -295,10 +295,17 @@ class Operation:
             failed = failed_processes(self._messages.failures())
             if failed or late:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECS)
+            reasons = {
+                process: reason
+                for process in waiting
+                if (reason := self._lateness(process, stage, begin, deadline))
+            }
+            # Some may have come while another was awaited.
+            reports |= self._messages.reports(stage) if reasons else {}
             for process in list(waiting):
-                if process in failed:
+                if process in failed or process in reports:
                     waiting.remove(process)
-                elif reason := self._lateness(process, stage, begin, deadline):
+                elif reason := reasons.get(process):
                     waiting.remove(process)
                     late[process] = Failure(process, LATE, reason)
                     self._messages.fail(late[process])

@@ -108,8 +108,13 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Returns the text of a key; raises TimeoutError if none was set in time."""
+        """Returns the text of a key; raises TimeoutError if none was set in time.
+
+        With a timeout of 0, it asks once, however long the answer takes.
+        """
         with _jax_errors_as_oserror():
+            if not timeout_secs:
+                return str(self._client.key_value_try_get(key))
             milliseconds = max(1, int(timeout_secs * 1000))
             return str(self._client.blocking_key_value_get(key, milliseconds))
 
@@ -133,7 +138,7 @@ def service() -> Service | None:
         client = distributed.global_state.client
     except (ImportError, AttributeError):
         return None
-    names = ("set", "dir_get", "delete")
+    names = ("set", "try_get", "dir_get", "delete")
     methods = ("blocking_key_value_get", *(f"key_value_{name}" for name in names))
     is_usable = all(hasattr(client, method) for method in methods)
     return Service(client) if is_usable else None
@@ -145,6 +150,6 @@ def _jax_errors_as_oserror() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         text = " ".join(str(error).split())
-        if text.startswith("DEADLINE_EXCEEDED"):
+        if text.startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
             raise TimeoutError(text[:100]) from None
         raise ConnectionError(text[:200]) from None

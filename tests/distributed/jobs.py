@@ -1,10 +1,13 @@
 """Starts jobs of several processes, and sees that they end."""
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,13 +24,24 @@ class Job:
 
     `prints_stacks`: a process that aborts prints its Python stacks. Not for a job that
     jax may end: stacks of threads that run cannot be read safely, and reading them has
-    turned an abort into a segmentation fault.
+    turned an abort into a segmentation fault. `delay_secs`: how long each message
+    between process 0 and the others is under way.
     """
 
     def __init__(
-        self, names, count, directory, prints_stacks=False, preload="", **given
+        self,
+        names,
+        count,
+        directory,
+        prints_stacks=False,
+        preload="",
+        delay_secs=0,
+        **given,
     ):
         port = free_port()
+        ports = [port] * count
+        if delay_secs:
+            ports[1:] = [relay(port, delay_secs)] * (count - 1)
         variables = {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
             "JAX_PLATFORMS": "cpu",
@@ -35,16 +49,16 @@ class Job:
             "LD_PRELOAD": str(preload),
         }
         command = [sys.executable, PROGRAM, names]
-        rest = [str(count), str(port), str(directory), json.dumps(given)]
+        rest = [str(directory), json.dumps(given)]
         self.processes = [
             subprocess.Popen(
-                [*command, str(rank), *rest],
+                [*command, str(rank), str(count), str(port), *rest],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 env=os.environ | variables,
             )
-            for rank in range(count)
+            for rank, port in enumerate(ports)
         ]
 
     def __enter__(self):
@@ -76,6 +90,29 @@ class Job:
             (process.returncode, *texts)
             for process, texts in zip(self.processes, said, strict=True)
         ]
+
+
+def relay(port, secs):
+    """Returns a port whose bytes reach `port` `secs` later, and the answers as well."""
+    loop = asyncio.new_event_loop()
+
+    async def pass_on(reader, writer):
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            while content := await reader.read(2**16):
+                loop.call_later(secs, writer.write, content)
+            await asyncio.sleep(secs)
+
+    async def connect(reader, writer):
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:  # not there yet: the process tries again
+            writer.close()
+            return
+        await asyncio.gather(pass_on(reader, back), pass_on(there, writer))
+
+    server = loop.run_until_complete(asyncio.start_server(connect, "127.0.0.1", 0))
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return server.sockets[0].getsockname()[1]
 
 
 def run(names, count, directory, **given):

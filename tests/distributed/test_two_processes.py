@@ -329,6 +329,12 @@ def test_file_store_replaces_coordination_service(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_hear_each_other_over_a_slow_network(tmp_path):
+    """Each message takes longer than a local look at a text."""
+    jobs.run("together", 3, tmp_path, files=False, delay_secs=0.01)
+
+
+@pytest.mark.slow
 def test_one_of_two_competing_jobs_wins_each_step(tmp_path):
     steps = 6
     (tmp_path / "race").mkdir()
