@@ -1,6 +1,7 @@
 """Runs in which each process has a staging directory of its own."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -187,6 +188,19 @@ def test_unrecoverable_damage_raises_error(parts):
         flip(file if file.is_file() else next(file.iterdir()))
     told = [each["failing_restore"] for each in run(parts, ["failing_restore"])]
     assert all(name == "DamagedCheckpointError" for name, _ in told)
+
+
+@pytest.mark.slow
+def test_error_names_places_and_faults_of_each_file(tmp_path):
+    run(tmp_path, ["save", 1], ["wait_for_copies"], copies=1)
+    remove_steps(tmp_path / "run")
+    for index in range(2):
+        for file in (tmp_path / f"local-{index}/1/state/d").glob("1.*"):
+            flip(file if file.is_file() else next(file.iterdir()))
+    for each in run(tmp_path, ["failing_restore"], copies=1):
+        name, text = each["failing_restore"]
+        assert name == "DamagedCheckpointError"
+        assert re.search("d/1.*: process [01]: .* has changed since it", text)
 
 
 def test_marks_unrecoverable_damage_on_all_processes(tmp_path):

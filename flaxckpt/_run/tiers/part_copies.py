@@ -265,11 +265,13 @@ class _Request(NamedTuple):
         name: Its path in the step.
         size: Bytes.
         places: The processes that have it, and other files with its content.
+        faults: Why the places before gave no whole file.
     """
 
     name: str
     size: int
     places: list[int | Path]
+    faults: list[str]
 
 
 def copy_parts(
@@ -301,7 +303,7 @@ def copy_parts(
     for part, files in enumerate(known.files):
         others = sources.others(part)
         requests += [
-            _Request(_check_name(name), size, [*others, *sources.far_files(name)])
+            _Request(_check_name(name), size, [*others, *sources.far_files(name)], [])
             for name, size in files.items()
             if name in wanted
             and (name in damaged or parts.file_size(path / name) != size)
@@ -386,10 +388,14 @@ def _copy_round(
     sources: Sources, aside: Path, left: Sequence[_Request], pace: Pace | None
 ) -> tuple[Copied, list[_Request]]:
     """Copies each file from its next place; returns the files that were not whole."""
-    if gone := [request.name for request in left if not request.places]:
+    if gone := [request for request in left if not request.places]:
+        rows = [
+            f"{name}: {'; '.join(faults) or 'no other place has it'}"
+            for name, _, _, faults in gone
+        ]
         raise errors.DamagedCheckpointError(
-            f"files of step {sources.step} are whole at no process, and not in the run"
-            f" directory:\n{errors.rows(gone)}\nRestore another step."
+            f"files of step {sources.step} cannot be copied from any other place:\n"
+            f"{errors.rows(rows)}\nMend one of these places, or restore another step."
         )
     tried = {each.name: (each.places.pop(0), each.size) for each in left}
     begun = {name for name in tried if (aside / name).exists()}
@@ -405,7 +411,7 @@ def _copy_round(
     # Verified as they arrive: a second read would take as long as the first.
     faults = _checkpoint.verify.find_faults(sources.path, tried, copy, pace)
     copied = Copied()
-    for name, size, places in left:
+    for name, size, places, why in left:
         place, _ = tried[name]
         if name not in faults:
             copied += (
@@ -421,6 +427,7 @@ def _copy_round(
             if name in begun:  # perhaps in what came from another place
                 places.insert(0, place)
         where = f"process {place}" if isinstance(place, int) else place
+        why.append(f"{where}: {faults[name]}")
         _log.warning("step %d: %s from %s: %s", sources.step, name, where, faults[name])
     return copied, [request for request in left if request.name in faults]
 
