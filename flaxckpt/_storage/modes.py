@@ -42,9 +42,11 @@ def check(permissions: object, path: Path | None = None) -> int | None:
         return permissions
     else:
         found = f"{permissions:#o}"
-        if re.fullmatch("[0-7]{3}", str(permissions)):
+        if re.fullmatch("7[0-7]{2}", str(permissions)):
             # Python reads 750 as a decimal number.
             found = f"{permissions}, which is {found}: write 0o{permissions}"
+        elif 0 <= permissions <= _ALL:
+            found = f"{found}: write {permissions | PRIVATE:#o}"
     raise errors.OptionError(
         "permissions must be the mode of directories, such as 0o750, with all rights"
         f" for the owner; got {found}"
