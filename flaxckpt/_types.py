@@ -52,7 +52,9 @@ class Closing:
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        if error is None:
+        # `sys.exit()`, and closing a generator with the block in it, are no failures.
+        is_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is None or is_exit or isinstance(error, GeneratorExit):
             self.close()
         else:
             self._close_after(error)

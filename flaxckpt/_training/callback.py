@@ -646,7 +646,10 @@ class CheckpointCallback(Closing):
         """Stops saving; called by the checkpointer after an error in a `with` block."""
         last, saves = self._last, self._session.saves
         if last is not None and not saves.has_saved(last.step):
-            self._skip(last.step, f"the with block raised {type(error).__name__}")
+            reason = f"the with block raised {type(error).__name__}"
+            self._skip(last.step, reason)
+            if isinstance(error, SystemExit):  # ends the program without a word
+                _log.warning("the last step, %d, is not saved: %s", last.step, reason)
         self.give_way()
 
     _close_after = abandon

@@ -470,6 +470,29 @@ def test_failing_block_restores_handler_and_skips_last_save(tmp_path, closing):
     assert skipped(callback) == {6: "the with block raised ZeroDivisionError"}
 
 
+def test_exit_without_error_saves_last_step(tmp_path, caplog):
+    def steps_of(name, leave):
+        with flaxckpt.Checkpointer(tmp_path / name) as ckpt:
+            drive(flaxckpt.CheckpointCallback(ckpt, every_steps=4), range(1, 7))
+            yield
+            leave()
+
+    def saved(name):
+        return flaxckpt.Checkpointer(tmp_path / name, read_only=True).steps()
+
+    steps = steps_of("closed", sys.exit)
+    next(steps)
+    steps.close()  # as a loop over it that breaks
+    with pytest.raises(SystemExit):
+        list(steps_of("left", sys.exit))
+    assert saved("closed") == saved("left") == [4, 6]
+    assert "not saved" not in caplog.text
+    with pytest.raises(SystemExit):
+        list(steps_of("failed", lambda: sys.exit("the loss is infinite")))
+    assert saved("failed") == [4]
+    assert "the last step, 6, is not saved: the with block raised" in caplog.text
+
+
 def test_checkpointer_forgets_closed_callback(ckpt):
     told = []
     state = {"n": np.ones(3)}
