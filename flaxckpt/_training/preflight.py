@@ -18,6 +18,8 @@ from flaxckpt.policies import PreservationPolicy
 _log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 8 * 2**20
+"""The most bytes of the small file; a save of less may have to do with less space."""
+
 _FEW_SAVES = 5
 
 
@@ -76,9 +78,10 @@ def _check(
     place = session.run.saves_in
 
     def probe() -> float:
+        content = bytes(max(1, min(size, _PROBE_BYTES)))
         if place != checkpointer.directory:
-            _probe(checkpointer.directory)
-        return _probe(place)
+            _probe(checkpointer.directory, content)
+        return _probe(place, content)
 
     rate = session.on_first_process("the preflight", probe)
     kept = max_kept(session.run.retention.rules.keep)
@@ -141,7 +144,7 @@ def _report(directory: Path, preflight: Preflight) -> None:
         )
 
 
-def _probe(directory: Path) -> float:
+def _probe(directory: Path, content: bytes) -> float:
     """Performs the file operations of a save with a small file.
 
     Returns the bytes written per second.
@@ -154,7 +157,7 @@ def _probe(directory: Path) -> float:
             made = transaction.directory
             action = "write and sync a file in"
             start = time.monotonic()
-            _storage.of(made).write(made / "probe", bytes(_PROBE_BYTES))
+            _storage.of(made).write(made / "probe", content)
             secs = time.monotonic() - start
             action = "rename a directory in"
             renamed = _storage.of(made).withdraw_name(made, renamed)
@@ -165,4 +168,4 @@ def _probe(directory: Path) -> float:
             f"cannot {action} {directory}: {error}; no step could be saved there."
             " Choose another directory, or check that it is writable and has space"
         ) from error
-    return _PROBE_BYTES / max(secs, 1e-6)
+    return len(content) / max(secs, 1e-6)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import shutil
 import types
 from collections import namedtuple
@@ -51,6 +52,15 @@ def test_preflight_counts_steps_kept_by_policies(tmp_path, keep, kept):
     first_call(tmp_path, keep=keep)
     [found] = [e for e in run_files.read_events(tmp_path) if e.kind == "preflight"]
     assert found.details["saves_kept"] == kept
+
+
+def test_preflight_takes_no_more_space_than_a_save(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, before[1]))
+    try:
+        assert first_call(tmp_path, state=STATE, every_steps=1).steps() == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("option", [option for _, option, _ in any_policy.in_guide()])
