@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _util, errors
@@ -21,7 +21,8 @@ _HEADER: tuple[str, ...] = (
 _NEAREST = " (nearest: "
 """Begins the nearest leaf in the text of a missing leaf."""
 
-_STYLES = {"conflict": "red", "init": "yellow", "dropped": "dim"}
+_FAILING = ("conflict", "missing")
+_STYLES = {**dict.fromkeys(_FAILING, "red"), "init": "yellow", "dropped": "dim"}
 
 Action: TypeAlias = Literal[
     "loaded",
@@ -94,6 +95,17 @@ class RestorePlan:
         return sum(action in leaf.actions for leaf in self.leaves.values())
 
     @property
+    def outcomes(self) -> dict[LeafPath, tuple[str, ...]]:
+        """Leaf path -> its actions; of a conflict with no stored leaf, `missing`."""
+        missing = {each.leaf for each in self.problems if each.kind == "missing"}
+        return {
+            path: ("missing",)
+            if path in missing and leaf.actions == ("conflict",)
+            else leaf.actions
+            for path, leaf in self.leaves.items()
+        }
+
+    @property
     def summary(self) -> str:
         """The number of leaves of each outcome, and the size to read, in a line."""
         size = f"{_util.humanize.size(self.bytes_to_read)} to read"
@@ -141,18 +153,18 @@ class RestorePlan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns a header, and rows of all leaves with other actions than `loaded`.
 
-        Conflicts come first. Leaves that differ only in the numbers of their paths
-        share a row. Columns without any text are left out.
+        Conflicts and missing leaves come first. Leaves that differ only in the numbers
+        of their paths share a row. Columns without any text are left out.
         """
         problems = {problem.leaf: problem for problem in self.problems}
         leaves = [
-            _row(path, leaf, problems.get(path))
-            for path, leaf in self.leaves.items()
-            if leaf.actions != ("loaded",)
+            _row(path, self.leaves[path], actions, problems.get(path))
+            for path, actions in self.outcomes.items()
+            if actions != ("loaded",)
         ]
         if not leaves:
             return []
-        leaves.sort(key=lambda row: row.cells[0] != "conflict")
+        leaves.sort(key=lambda row: row.cells[0] not in _FAILING)
         folded = _util.folding.fold(leaves)
         rows = [
             _HEADER,
@@ -168,16 +180,14 @@ class RestorePlan:
         return [tuple(row[n] for n in used) for row in rows]
 
 
-def count_outcomes(
-    restore_plan: RestorePlan,
-) -> dict[Action, tuple[int, dict[Action, int]]]:
+def count_outcomes(restore_plan: RestorePlan) -> dict[str, tuple[int, dict[str, int]]]:
     """Returns how many leaves have each outcome: every leaf counts once.
 
     The first action of leaves -> their number, and the number of each further action
     among them: of the loaded leaves, those that are cast.
     """
-    found: dict[Action, tuple[int, dict[Action, int]]] = {}
-    for first, *others in (leaf.actions for leaf in restore_plan.leaves.values()):
+    found: dict[str, tuple[int, dict[str, int]]] = {}
+    for first, *others in restore_plan.outcomes.values():
         total, parts = found.get(first, (0, {}))
         for action in others:
             parts[action] = parts.get(action, 0) + 1
@@ -209,19 +219,19 @@ def lacks_only_leaves(restore_plan: RestorePlan) -> bool:
     return kinds == {"missing"}
 
 
-def _list_counts(counts: Mapping[Action, int]) -> str:
+def _list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {action}" for action, n in counts.items())
 
 
 def _row(
-    path: LeafPath, leaf: LeafPlan, problem: Mismatch | None
+    path: LeafPath, leaf: LeafPlan, outcome: Sequence[str], problem: Mismatch | None
 ) -> _util.folding.LeafLine:
     found, source = str(leaf.found or "-"), ""
     if leaf.sources and leaf.sources != (path,):
         source = f" from {leaf.sources[0]}"
         if len(leaf.sources) > 1:
             source += f" and {len(leaf.sources) - 1} more"
-    actions = ", ".join(action for action in leaf.actions if action != "loaded")
+    actions = ", ".join(action for action in outcome if action != "loaded")
     wanted = str(leaf.wanted or "-")
     if problem is not None and "conflict" in leaf.actions:
         wanted = problem.wanted

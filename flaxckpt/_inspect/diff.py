@@ -48,6 +48,7 @@ class LeafDiff:
             infinite if that norm is 0.
         bits_only: How many of the different elements are equal as numbers: 0.0 and
             -0.0, or NaNs with different bits.
+        change: The norm of the difference.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class LeafDiff:
     max_rel: float = 0.0
     rel_norm: float = 0.0
     bits_only: int = 0
+    change: float = 0.0
 
     def __str__(self) -> str:
         if self.kind in ("kind", "shape"):
@@ -128,6 +130,30 @@ class CheckpointDiff:
         """True if all leaves are equal; False if any could not be compared."""
         differs = self.only_in_a or self.only_in_b or self.changed
         return not (differs or self.unreadable or self.damaged_items)
+
+    @property
+    def layers(self) -> dict[LeafPath, tuple[int, float]]:
+        """Container of leaves -> how many of them have other values, and `rel_norm`.
+
+        The norms are those of these leaves together. The largest changes come first.
+        """
+        sums: dict[LeafPath, tuple[int, float, float]] = {}
+        for path, leaf in self.changed.items():
+            if leaf.different:
+                name, norm = path.rpartition("/")[0], 0.0
+                if 0.0 < leaf.rel_norm < math.inf:
+                    norm = leaf.change / leaf.rel_norm
+                count, change, before = sums.get(name, (0, 0.0, 0.0))
+                change, before = (
+                    math.hypot(change, leaf.change),
+                    math.hypot(before, norm),
+                )
+                sums[name] = count + 1, change, before
+        found = {
+            name: (count, change / before if before else math.inf if change else 0.0)
+            for name, (count, change, before) in sums.items()
+        }
+        return {name: found[name] for name in sorted(found, key=lambda n: -found[n][1])}
 
     @property
     def retyped(self) -> tuple[LeafPath, ...]:
@@ -534,6 +560,7 @@ class _Differences:
             self.max_rel,
             relative,
             self.bits_only,
+            change,
         )
 
 

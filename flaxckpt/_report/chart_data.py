@@ -29,8 +29,6 @@ _MOST_LAYERS, _MOST_COLUMNS = 64, 150
 
 _MOST_RIDGES = 64
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_LEAST_CHANGE, _DECADES = 1e-5, 6
-"""The range of the heat map's colours: relative changes from 1e-5 to 10."""
 
 
 def chart_data(report: Report) -> dict[str, JSON]:
@@ -280,8 +278,7 @@ def _cell(changes: Mapping[int, float], column: Iterable[int]) -> str:
     value = max(values)
     if not math.isfinite(value):
         return "!"
-    decades = math.log10(max(value, _LEAST_CHANGE) / _LEAST_CHANGE)
-    return _DIGITS[min(35, round(35 * decades / _DECADES))]
+    return _DIGITS[round(35 * templates.log_share(value))]
 
 
 def _ridges(leaf: LeafHistory, layer: str) -> JSON:

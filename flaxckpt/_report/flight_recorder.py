@@ -304,6 +304,17 @@ def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> Jump | None:
     return Jump(names, first[0]) if jumps else None
 
 
+def choose_leaf_step(report: Report, leaf: str) -> int | None:
+    """Returns the newest step at which a leaf was finite, else the newest step.
+
+    Without statistics, it is the last finite step of a run that diverged.
+    """
+    known = report.leaf_histories
+    lost = {n for each in known if each.path == leaf for n in each.nonfinite_steps}
+    steps = report.usable if known else _find_finite(report) or report.usable
+    return max([n for n in steps if n not in lost] or steps, default=None)
+
+
 def choose_leaf(report: Report) -> tuple[str, str] | None:
     """Returns the leaf to look at first, and what it did; None if unknown.
 

@@ -88,8 +88,10 @@ def _environment() -> jinja2.Environment:
         ),
         "iso": _iso,
         "leaf": errors.name_leaf,
+        "log_share": log_share,
         "median": statistics.median,
         "number": humanize.number,
+        "parent": lambda path: path.rpartition("/")[0],
         "percent": html.percent,
         "plural": humanize.count,
         "printable": errors.printable,
@@ -131,6 +133,14 @@ def _find_used(rows: Sequence[ShownRow], count: int) -> list[int]:
     """Returns the columns in which a row has a text."""
     texts = [[str(getattr(each, "shown", each)) for each in row.cells] for row in rows]
     return [n for n in range(count) if any(row[n] for row in texts)]
+
+
+def log_share(change: float) -> float:
+    """Returns the place of a relative change from 0.001 % to 1000 %, by its logarithm.
+
+    It is 0 for the smallest, and 1 for the largest and those that are not finite.
+    """
+    return min(1.0, (math.log10(max(change, 1e-5)) + 5) / 6)
 
 
 def _attributes(given: Mapping[str, object]) -> html.Markup:

@@ -601,7 +601,8 @@ def test_plan_into_equal_state_exits_with_0(here, command):
 
 def test_plan_exits_with_1_for_unfit_leaves(here, command):
     lines = command.text("plan", "orbax", "run", code=1)
-    assert any("conflict" in line for line in lines)
+    assert any("missing" in line for line in lines[1:])
+    assert not any("conflict" in line for line in lines)
     found = command.json("plan", "orbax", "run", code=1)
     asked = "flaxckpt plan orbax run"
     assert lines[-5:] == [

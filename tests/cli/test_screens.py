@@ -519,12 +519,12 @@ def test_plan_breaks_paths_at_slashes(layered):
     assert " from state/" in str(plan)
 
 
-def test_plan_lists_conflicts_first_with_nearest_leaf(layered, terminal, command):
+def test_plan_lists_missing_leaves_first_with_nearest_leaf(layered, terminal, command):
     (layered / "wanted.json").write_text(
         '{"params": {"embed": {"embeding": "float32[8, 4]"}}}'
     )
     lines = terminal(140, "plan", "run", "wanted.json", code=1)
-    assert lines[2].split()[:2] == ["params/embed/embeding", "conflict"]
+    assert lines[2].split()[:2] == ["params/embed/embeding", "missing"]
     assert "nothing (nearest: params/embed/embedding)" in lines[2]
     assert "1 leaf cannot be restored" in lines
     assert lines[-1].startswith("In Python: Pass a state with only the")

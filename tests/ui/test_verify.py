@@ -215,7 +215,7 @@ def test_mark_after_verification_ends_its_result(run, open_page):
     assert re.search("Since then, it was marked as damaged at [0-9]+:", shown)
     assert "every byte is good" not in shown
     assert states(shown) == {2: "whole", 3: "damaged"}
-    assert ">3, damaged</option>" in ask("/verify", space, run="run", step=2)
+    assert ">only step 3, damaged</option>" in ask("/verify", space, run="run", step=2)
 
 
 def test_mark_in_store_ends_verification_result(store_path, open_page):
@@ -263,7 +263,10 @@ def test_does_not_show_repaired_step_as_damaged(run, open_page):
     assert "Since then, it has changed on the disk." in shown
     assert "--mark" not in shown
     assert "is damaged" not in ask("/run", space, run="run")
-    assert ">2</option>" in ask("/verify", space, run="run")
+    shown = ask("/verify", space, run="run")
+    first, every, other = re.findall(">([^<]*)</option>", shown)[:3]
+    assert (first, other) == ("only step 3, latest", "only step 2")
+    assert every.startswith("all 3 steps, ")
 
 
 @pytest.mark.slow
@@ -374,7 +377,7 @@ def test_damaged_step_is_no_longer_best(tmp_path, open_page):
     assert loss["state"] == "dxb"
     assert charts_of(shown)["steps"]["state"] == "dxb"
     chosen = ask("/verify", space, run="run")
-    assert ">2, damaged</option>" in chosen
+    assert ">only step 2, damaged</option>" in chosen
     cli("verify", tmp_path / "run", 2, "--mark")
     space.feeds._feeds[tmp_path / "run"]._gather()
     shown = ask("/run", space, run="run")

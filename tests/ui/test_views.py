@@ -147,19 +147,22 @@ def test_tree_opens_around_leaf_of_url(tmp_path, open_page):
             [1, 1, nan],
             [1, 2, inf],
             [1, 1, nan],
-            "a became non-finite at step 3, as did 1 other leaf.",
+            "a became non-finite at step 3, as did 1 other leaf. Step 2 is shown, the"
+            " last finite one.",
         ),
         (
             [1, nan, nan],
             [1, 9, nan],
             [1, 1, 1],
-            "a became non-finite at step 2, before the others.",
+            "a became non-finite at step 2, before the others. Step 1 is shown, the"
+            " last finite one.",
         ),
         (
             [1, 1, nan],
             [1, 9, nan],
             [1, 1, nan],
-            "b jumped at step 2, and became non-finite at step 3.",
+            "b jumped at step 2, and became non-finite at step 3. Step 2 is shown, the"
+            " last finite one.",
         ),
     ],
 )
@@ -174,7 +177,8 @@ def test_leaves_open_on_the_one_to_look_at_first(tmp_path, open_page, a, b, loss
     shown = ask("/leaves", open_page(tmp_path / "run"), run="run")
     [note, *_] = re.findall('<p class="note">(.*?)</p>', shown)
     assert note == said
-    assert f'hx-get="/leaves/leaf?run=run&amp;step=3&amp;leaf={said[0]}"' in shown
+    step = int((re.findall(r"Step (\d) is shown", said) or [3])[0])
+    assert f'hx-get="/leaves/leaf?run=run&amp;step={step}&amp;leaf={said[0]}"' in shown
 
 
 def test_loads_wide_container_in_parts(tmp_path, open_page):
@@ -377,6 +381,27 @@ def test_comparison_names_changes_that_are_not_finite(tmp_path, open_page):
     assert rows["w"].count(">not finite<") == 2
     assert "0.5" in rows["x"]
     assert "inf<" not in shown
+
+
+def test_comparison_sums_layers_and_draws_changes_by_logarithm(tmp_path, open_page):
+    changes = {"a/w": 0.01, "a/v": 0.01, "b/w": 10.0, "b/v": 0.0, "c/w": 1e-5}
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        for step in (0, 1):
+            layers = {"a": {}, "b": {}, "c": {}}
+            for path, change in changes.items():
+                layers[path[0]][path[2]] = np.ones(4) * (1 + step * change)
+            run.save(step, {"params": layers})
+    shown = ask("/compare/result", open_page(tmp_path / "run"), run="run", a=0, b=1)
+    rows = re.findall('<tr data-layer="params/(.)" data-rel="(.*?)">(.*?)</tr>', shown)
+    assert [(name, round(float(rel), 6)) for name, rel, _ in rows] == [
+        ("b", 10.0),
+        ("a", 0.01),
+        ("c", 1e-5),
+    ]
+    widths = [float(re.findall('width="([0-9.]+)%"', row)[1]) for *_, row in rows]
+    assert widths == [100.0, 50.0, 0.0]
+    counts = [re.findall("<td[^>]*>([^<]*)</td>", row)[-1] for *_, row in rows]
+    assert counts == ["1", "2", "1"], "of the leaves that changed"
 
 
 def test_compares_first_step_with_next_by_default(made, open_page):
@@ -630,7 +655,7 @@ def test_failing_plan_shows_remedy_as_field_value(tmp_path, open_page):
     assert "would fail: 1 leaf of head" in shown
     assert "remedy" not in shown, "the reader has rules already"
     counts = re.findall("<strong>([^<]*)</strong>", shown)
-    assert counts == ["1 conflict", "2 loaded, renamed"]
+    assert counts == ["1 missing", "2 loaded, renamed"]
     assert "as they are stored, under another path in the checkpoint" in shown
 
 

@@ -13,7 +13,7 @@ import flaxckpt
 from flaxckpt.transforms import rename
 from tests.helpers import command_line
 
-ROW = re.compile(r"^(\S+) +(?:(\d+) +)?(?:conflict|renamed) +(.*)$", re.M)
+ROW = re.compile(r"^(\S+) +(?:(\d+) +)?(?:missing|conflict|renamed) +(.*)$", re.M)
 
 
 @pytest.fixture(scope="module")

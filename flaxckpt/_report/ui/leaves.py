@@ -29,10 +29,11 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
     """
     place = workspace.places.find(query.text("run"))
     report, step = workspace.report(place), query.number("step")
-    if step is None:
-        step = max(report.usable, default=None)
     notable, why = flight_recorder.choose_leaf(report) or ("", "")
     values = {**_LIMITS, "leaf": query.text("leaf") or notable}
+    chosen = flight_recorder.choose_leaf_step(report, values["leaf"])
+    is_before = step is None and chosen != max(report.usable, default=None)
+    step = chosen if step is None else step
     return frame.render(
         "ui/leaves.html",
         workspace,
@@ -41,6 +42,7 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
         step=step,
         report=report,
         why=why if values["leaf"] == notable else "",
+        is_before=is_before,
         opened=workspace.opened.find(place, step),
         **values,
     )

@@ -18,7 +18,7 @@ from flaxckpt._types import LeafPath
 from flaxckpt._util import html
 
 if TYPE_CHECKING:
-    from flaxckpt._checkpoint.plan import Action, RestorePlan
+    from flaxckpt._checkpoint.plan import RestorePlan
     from flaxckpt._inspect.restore_call import RestoreCall
 
 _MOST_ROWS = 500
@@ -33,9 +33,9 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 }
 """Field -> its values, beside the default."""
 
-_ACTIONS: Sequence[Action] = (
-    *("conflict", "init", "dropped", "renamed", "transformed", "matched", "cast"),
-    *("resharded", "loaded"),
+_ACTIONS = (
+    *("conflict", "missing", "init", "dropped", "renamed", "transformed", "matched"),
+    *("cast", "resharded", "loaded"),
 )
 """The ones to look at first."""
 
@@ -256,10 +256,10 @@ def suggest(workspace: Workspace, query: Query) -> html.Markup:
     return templates.render("ui/remedy.html", remedy=remedy, found=found)
 
 
-def _group(plan: RestorePlan) -> dict[tuple[Action, ...], list[LeafPath]]:
+def _group(plan: RestorePlan) -> dict[tuple[str, ...], list[LeafPath]]:
     """Returns the leaves of each kind, those to look at first."""
-    groups: dict[tuple[Action, ...], list[LeafPath]] = {}
-    for path, leaf in plan.leaves.items():
-        groups.setdefault(leaf.actions, []).append(path)
+    groups: dict[tuple[str, ...], list[LeafPath]] = {}
+    for path, actions in plan.outcomes.items():
+        groups.setdefault(actions, []).append(path)
     ranked = sorted(groups, key=lambda actions: min(map(_ACTIONS.index, actions)))
     return {actions: groups[actions] for actions in ranked}
