@@ -62,7 +62,8 @@ def find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
     """Returns groups of missing leaves stored in another container.
 
     A group has most of the missing leaves of its container, and no leaf is in two
-    groups. Containers that fit equally well are not in the result.
+    groups. Containers that fit equally well are not in the result, but the first of
+    those that fit the whole state, such as items.
     """
     lacking: dict[LeafPath, LeafInfo] = {}
     used: set[LeafPath] = set()
@@ -91,8 +92,9 @@ def find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
         leaves = {_inside(wanted, name) for name in names}
         sources = {_inside(found, name) for name in names}
         is_alone = len(names) == 1  # two leaves may have the same name by chance
+        is_whole = not wanted and len(names) == len(lacking)
         if (
-            tied[wanted, rank] == 1
+            (tied[wanted, rank] == 1 or is_whole)
             and 2 * len(names) > within[wanted]
             and not (is_alone and (len(lacking) > 1 or (wanted and found)))
             and filled.isdisjoint(leaves)
