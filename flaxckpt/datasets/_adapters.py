@@ -65,9 +65,10 @@ def position(iterator: Any) -> int | None:
     """Returns the position of an iterator with a counter in the state, or None.
 
     Counters exist in grain's datasets and in `StepIndexed`. They count batches if the
-    counting stage of the pipeline produces batches.
+    counting stage of the pipeline produces batches. Before a filter, they count the
+    elements that it drops, too: a batch takes no fixed number.
     """
-    if not _duck_types.has(iterator, "get_state", "set_state"):
+    if not _duck_types.has(iterator, "get_state", "set_state") or _filters(iterator):
         return None
     try:
         state = iterator.get_state()
@@ -75,6 +76,16 @@ def position(iterator: Any) -> int | None:
         return None
     index = state.get("next_index") if isinstance(state, Mapping) else None
     return index if type(index) is int else None
+
+
+def _filters(stage: Any) -> bool:
+    """Returns True if a stage of a pipeline of grain is a filter."""
+    if _duck_types.package(stage) != "grain":
+        return False
+    if "Filter" in type(stage).__name__:
+        return True
+    before = [*getattr(stage, "_parents", ()), getattr(stage, "_map_parent", None)]
+    return any(map(_filters, before))
 
 
 class _GetState:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from absl import flags
 
+import flaxckpt
 from flaxckpt import datasets, errors
 from flaxckpt.datasets import Buffered
 from tests.helpers.dataset_runs import assert_resumes
@@ -130,3 +131,21 @@ def test_position_counts_batches():
         next(batches)
     assert datasets.position(iter(loader())) is None
     assert datasets.position(np.arange(3)) is None
+
+
+def filtered_elements():
+    """Drops elements before they become batches, most of them at the beginning."""
+    elements = grain.MapDataset.range(SIZE).filter(lambda x: x > 9 or x % 3 == 0)
+    return elements.to_iter_dataset().batch(4)
+
+
+@pytest.mark.parametrize("make", [filtered, filtered_elements])
+@pytest.mark.parametrize("steps", [3, 7])
+def test_filter_is_not_mistaken_for_prefetching(tmp_path, caplog, make, steps):
+    batches = iter(make())
+    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+        callback = flaxckpt.CheckpointCallback(ckpt, every_steps=2, dataset=batches)
+        callback.restore_or_init({"n": 0})
+        for step in range(1, steps + 1):
+            callback(step, {"n": np.asarray(next(batches))})
+    assert "batches" not in caplog.text
