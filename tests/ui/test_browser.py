@@ -538,16 +538,16 @@ def test_run_started_later_appears_by_itself(visit, runs):
 @pytest.mark.slow
 def test_table_still_shows_all_rows_after_save(visit, runs):
     with flaxckpt.Checkpointer(runs / "many") as run:
-        for step in range(1, 16):
+        for step in range(1, 31):
             run.save(step, {"w": np.ones(2)})
     opened = visit()
     page = opened.page
     page.wait_for_selector("#all-runs tr[data-run='many']", timeout=PATIENCE_MS)
     page = opened.open("/run", run="many")
-    page.click("#steps button:has-text('Show all 15 rows')")
+    page.click("#steps button:has-text('Show all 30 rows')")
     with flaxckpt.Checkpointer(runs / "many") as run:
-        run.save(16, {"w": np.ones(2)})
-    page.wait_for_selector("#steps tr[data-step='16']", timeout=PATIENCE_MS)
+        run.save(31, {"w": np.ones(2)})
+    page.wait_for_selector("#steps tr[data-step='31']", timeout=PATIENCE_MS)
     box = page.locator("#steps .scroll")
     assert box.evaluate("box => box.scrollHeight === box.clientHeight")
     assert opened.is_quiet, opened.messages
