@@ -292,7 +292,7 @@ def _find_best(
 # ---- several reports --------------------------------------------------------------
 
 
-class Ranking(NamedTuple):
+class RunRanking(NamedTuple):
     """The order of runs: by the lowest or highest values of a metric, or by name."""
 
     metric: str | None
@@ -326,13 +326,13 @@ class Ranking(NamedTuple):
         return usable[best[0]] if best and self.metric is not None else None
 
 
-def find_rankings(reports: Mapping[str, Report]) -> dict[str, Ranking]:
+def find_rankings(reports: Mapping[str, Report]) -> dict[str, RunRanking]:
     """Returns the choices of a ranking: those of the policies of most runs first.
 
     The next one is by name. A metric without a policy may be ranked either way.
     """
     counts = collections.Counter(
-        Ranking(name, best.mode)
+        RunRanking(name, best.mode)
         for report in reports.values()
         for name, best in report.bests
         if best.mode is not None
@@ -341,6 +341,6 @@ def find_rankings(reports: Mapping[str, Report]) -> dict[str, Ranking]:
     known = {ranking.metric for ranking in found}
     others = dict.fromkeys(name for each in reports.values() for name in each.metrics)
     modes: tuple[Literal["min", "max"], ...] = ("min", "max")
-    found.append(Ranking(None, "min"))
-    found += [Ranking(n, mode) for n in others if n not in known for mode in modes]
+    found.append(RunRanking(None, "min"))
+    found += [RunRanking(n, mode) for n in others if n not in known for mode in modes]
     return {f"{each.mode}:{each.metric or ''}": each for each in found}

@@ -12,7 +12,7 @@ from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
-    from flaxckpt._report.data import MetricValue, Ranking, Report
+    from flaxckpt._report.data import MetricValue, Report, RunRanking
     from flaxckpt._report.ui.places import Location
     from flaxckpt.policies import PreservationPolicy
 
@@ -132,7 +132,7 @@ def show(
     return _app.FINDING if is_bad else _app.SUCCESS
 
 
-def _describe(name: str, report: Report, ranking: Ranking) -> _Run:
+def _describe(name: str, report: Report, ranking: RunRanking) -> _Run:
     from flaxckpt import _report
 
     found: dict[str | None, MetricValue | None] = dict(report.bests)

@@ -109,7 +109,7 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
     rank, by = query.text("rank"), query.text("group")
     if rank[:4] in ("min:", "max:") and rank not in rankings:  # not read yet
         mode: Literal["min", "max"] = "max" if rank[:4] == "max:" else "min"
-        rankings[rank] = data.Ranking(rank[4:] or None, mode)
+        rankings[rank] = data.RunRanking(rank[4:] or None, mode)
     default, *others = rankings.items()
     ranking = rankings.get(rank, default[1])
     tags = _find_tags(reports)
