@@ -131,8 +131,10 @@ def _find_moves(
         for parts in _nearest(tuple(path.split("/")), stored):
             found = "/".join(parts).removesuffix(end).rstrip("/")
             place = match_optimizer.place_of_state(free["/".join(parts)])
-            # The moment of a parameter is no parameter.
-            if place is None or len(found) <= len(place) or info.role is not None:
+            # The moment of a parameter is no parameter. What is in its place, but does
+            # not fit, has not moved.
+            is_moment = place is not None and len(found) > len(place)
+            if found != wanted and not (is_moment and info.role is None):
                 moves.setdefault((wanted, found), []).append(end)
     return moves
 
