@@ -46,8 +46,7 @@ def judge(report: Report) -> RunVerdict:
     state: Literal["good", "bad"] = "bad" if found else "good"
     found = found or ["healthy" if report.is_run else "no damage is known"]
     found += filter(None, [report.notes.get("journal")])
-    count = len(find_resumes(report))
-    if count:
+    if count := len(find_resumes(report)):
         times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")
         found.append(f"resumed {times}")
     best = _find_best(report)
@@ -114,16 +113,20 @@ class Divergence(NamedTuple):
 
 
 def find_divergence(report: Report) -> Divergence | None:
-    """Returns where a metric stopped being finite; of several, the first such step."""
+    """Returns where a metric stopped being finite; of several, the first such step.
+
+    Deleted steps above the newest save do not count: the run went back to before them.
+    """
     found = []
-    for name, points in report.metrics.items():
+    newest = report.saves[-1].step if report.saves else math.inf
+    for name, every in report.metrics.items():
+        points = [each for each in every if each.step <= newest or not each.is_deleted]
         finite = [n for n, point in enumerate(points) if math.isfinite(point.value)]
         at = finite[-1] + 1 if finite else 0
         if at < len(points):
             last = points[at - 1] if at else None
-            step = None if last is None else last.step
             is_kept = last is not None and not last.is_deleted
-            first = points[at]
+            step, first = last and last.step, points[at]
             found.append(Divergence(name, first.step, first.value, step, is_kept))
     return min(found, key=lambda each: each.step, default=None)
 
@@ -228,7 +231,7 @@ def choose_pair(
     """Returns two steps of a run to compare, of which one or both may be given.
 
     By default they are the newest step that can be used and the one before. Of a run
-    that diverged, they are the last finite step and the first one after it that exists;
+    that diverged, they are the last finite step that exists and the first one after it;
     without these, the two newest steps before the divergence. None is a step that the
     run lacks.
     """
@@ -236,7 +239,7 @@ def choose_pair(
     if found is not None and a is None and b is None:
         before = [step for step in report.good_steps if step < found.step]
         after = [step for step in report.good_steps if step >= found.step]
-        if found.last_finite in before and after:
+        if before and after:
             return before[-1], after[0]
         steps = before if len(before) > 1 else steps
     b = max(steps, default=None) if b is None else b

@@ -1018,6 +1018,14 @@ def test_diverged_run_continues_from_last_remaining_finite_step(tmp_path):
     found = gather(tmp_path / "run")
     assert "last finite step 2 was deleted, 1 is left" in verdict(found).text
     assert _report.flight_recorder.choose_step(found) == 1
+    assert _report.flight_recorder.choose_pair(found) == (1, 3)
+    with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as again:
+        for step in (3, 4):
+            again.delete(step)
+        again.save(2, {"w": np.ones(2)}, metrics={"loss": 0.3})
+    found = gather(tmp_path / "run")
+    assert verdict(found).text.startswith("Healthy, best 0.5 at step 1")
+    assert _report.flight_recorder.choose_step(found) == 2
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_actions_apply_to_chosen_step(show, report, tmp_path):  # noqa: F811
     copied = tmp_path / "run"
     shutil.copytree(report.path, copied)
     code = code.replace(repr(str(report.path)), repr(str(copied)))
-    exec(f"import flaxckpt\n{code}", {})
+    exec(code, {})
     assert flaxckpt.Checkpointer(copied).latest_step() == 50
     assert int(flaxckpt.Checkpointer(copied).restore().step) == 50
     assert "source_step=50" in copy("Fine-tune from here")

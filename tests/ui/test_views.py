@@ -636,27 +636,46 @@ def test_failing_plan_shows_remedy_as_field_value(tmp_path, open_page):
     save_as("old", "enc")
     save_as("new", "back")
     save_as("head", "back", head={"w": jnp.ones(9)})
+    shapes = {"up": (4, 6), "down": (6, 4), "head": (9,)}
+    apart = {name: {"w": jnp.ones(shape)} for name, shape in shapes.items()}
+    flaxckpt.save(tmp_path / "apart", {"params": apart})
     space = open_page(tmp_path)
     rule = r"params/enc/(.*)=params/back/\1"
     asked = {"run": "old", "into": "new"}
     shown = html.unescape(ask("/plan/result", space, **asked))
     assert f"<pre>{rule}</pre>" in shown
     assert "Guess" not in shown
-    asked["into"] = "head"
-    shown = ask("/plan/result", space, **asked)
-    [url] = addresses(shown, "/plan/suggest")
-    assert url.text("into") == "head"
+    asked["into"] = "apart"
+    [url] = addresses(ask("/plan/result", space, **asked), "/plan/suggest")
+    assert url.text("into") == "apart"
     shown = html.unescape(ask("/plan/suggest", space, **asked))
     assert "2 of 3 parameters have a source" in shown
-    assert f"<pre>{rule}</pre>" in shown
     [link] = re.findall('href="/plan[?]([^"]*)"', shown)
-    assert workspace.Query(link.encode()).text("rename") == rule
+    guessed = workspace.Query(link.encode()).text("rename")
+    assert "params/enc/up=params/up/w" in guessed
+    assert f"<pre>{guessed}</pre>" in shown
+    asked["into"] = "head"
+    shown = html.unescape(ask("/plan/result", space, **asked))
+    assert f"<pre>{rule}</pre>" in shown
+    assert "Guess" not in shown
     shown = ask("/plan/result", space, **asked, rename=rule)
     assert "would fail: 1 leaf of head" in shown
     assert "remedy" not in shown, "the reader has rules already"
     counts = re.findall("<strong>([^<]*)</strong>", shown)
     assert counts == ["1 missing", "2 loaded, renamed"]
     assert "as they are stored, under another path in the checkpoint" in shown
+
+
+def test_lineage_links_to_run_of_its_source(tmp_path, open_page):
+    started = {"w": jnp.ones(2)}
+    with flaxckpt.Checkpointer(tmp_path / "first") as run:
+        run.save(5, started)
+    with flaxckpt.Checkpointer(tmp_path / "second") as run:
+        on_step = flaxckpt.CheckpointCallback(run)
+        on_step.restore_or_init(started, source=tmp_path / "first")
+        run.save(1, started)
+    shown = ask("/run/sections", open_page(tmp_path), run="second")
+    assert '<strong><a href="/run?run=first">step 5</a></strong>' in shown
 
 
 def test_directory_shows_metrics_and_row_of_each_run(made, open_page):
