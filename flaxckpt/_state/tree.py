@@ -18,7 +18,7 @@ MAX_DEPTH = 64
 
 
 KeyName: TypeAlias = "str | int | tuple[str | int, ...]"
-"""What names a child: `nnx.SpectralNorm` has dictionaries with tuples as keys."""
+"""The name of a child; a tuple is a key of a dictionary, as in `nnx.SpectralNorm`."""
 
 
 class Key(NamedTuple):
@@ -72,7 +72,7 @@ class TreeLeaf(NamedTuple):
 
 
 def find_key_fault(name: object) -> str | None:
-    """Returns what is wrong with the name of a key; None if it can be stored."""
+    """Returns the fault of the name of a key; None if it can be stored."""
     parts = name if type(name) is tuple else (name,)
     if not all(type(part) is str or type(part) is int for part in parts):
         return f"has the key {name!r} of type {type(name).__name__}"
