@@ -130,7 +130,7 @@ def _parser(wanted: Any, least: float | None) -> click.ParamType[Any]:
     return _Number(min=least or 0.0) if wanted is float else click.STRING
 
 
-class _Refusing(click.ParamType[Any]):
+class _Refusing(_step_names.ParamType):
     """A type whose values are `wanted`, which the message for another value says."""
 
     wanted: str

@@ -10,13 +10,13 @@ import click
 from flaxckpt import errors
 
 if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
+    ParamType = click.ParamType[Any]
 
     from flaxckpt._inspect.run_view import RunView
     from flaxckpt.policies import BestN
 
 else:
-    _ParamType = click.ParamType  # of old versions without a parameter
+    ParamType = click.ParamType  # of old versions without a parameter
 
 FORMS = "a number, latest, best, or best:METRIC"
 
@@ -33,7 +33,7 @@ class StepName(str):
     __slots__ = ()
 
 
-class StepType(_ParamType):
+class StepType(ParamType):
     """Parses a step; `resolve_all` finds the number of a `StepName`."""
 
     name = "step"
