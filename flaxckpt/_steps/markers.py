@@ -41,6 +41,13 @@ NOT_UPLOADED = "NOT_UPLOADED"
 """Marker of a step to keep in the staging directory, with content in JSON: the run
 directory lacks the step, or the latest markers and metrics of the step."""
 
+_CHANGES = "CHANGES"
+"""Marker of a step in a staging directory; contains the number of its changes until the
+latest upload, if any: see `UploadMarker.changes`."""
+
+OF_UPLOADS = (_CHANGES, NOT_UPLOADED)
+"""Markers of what is uploaded of a step; the second is of later changes, if any."""
+
 PARTS = "PARTS"
 """Marker of a step of which each process of a job has a part, in a directory of its
 own; contains `StepParts` in JSON."""
@@ -123,7 +130,7 @@ _NAMES = frozenset(
         DATASET_DELETED,
         MEASURED,
         DAMAGED,
-        NOT_UPLOADED,
+        *OF_UPLOADS,
         PARTS,
         _storage.leases.DELETING,
     )
@@ -271,12 +278,15 @@ class UploadMarker(NamedTuple):
         change: A random text, new with each change of the step.
         settled: Whether the step had been uploaded, or left in staging, before its
             latest change. A different step of its number in the run directory is newer.
+        changes: Number of changes of the step since its save. Processes that have made
+            the same changes have the same number.
     """
 
     overwrite: bool = False
     removed: tuple[str, ...] = ()
     change: str = ""
     settled: bool = False
+    changes: int = 0
 
     def content(self) -> bytes:
         """Returns the content of the marker, with a new `change`."""
@@ -292,6 +302,7 @@ def read_upload_marker(path: Path) -> UploadMarker | None:
             tuple(map(str, row["removed"])),
             str(row["change"]),
             bool(row.get("settled", False)),
+            int(row.get("changes", 0)),
         )
     except FileNotFoundError:
         return None
@@ -312,12 +323,26 @@ def is_settled(path: Path) -> bool:
 def mark_for_upload(path: Path, removed: Collection[str] = ()) -> None:
     """Marks the step at `path` as still to be uploaded, or as changed again."""
     marker = read_upload_marker(path) or UploadMarker(settled=True)
-    marker = marker._replace(removed=tuple(sorted({*marker.removed, *removed})))
+    marker = marker._replace(
+        removed=tuple(sorted({*marker.removed, *removed})),
+        changes=count_changes(path) + 1,
+    )
     _write(path, NOT_UPLOADED, marker.content())
 
 
 def unmark_upload(path: Path) -> None:
+    if changes := count_changes(path):
+        _write(path, _CHANGES, b"%d\n" % changes)
     _remove(path, NOT_UPLOADED)
+
+
+def count_changes(path: Path) -> int:
+    """Returns the number of changes of the step at `path` since its save."""
+    marker = read_upload_marker(path) or UploadMarker()
+    try:
+        return max(marker.changes, int(_read_json(path / _CHANGES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return marker.changes
 
 
 class StepParts(NamedTuple):

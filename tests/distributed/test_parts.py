@@ -465,3 +465,16 @@ def test_single_process_run_continues_with_two_processes(tmp_path):
     said = run(tmp_path, ["save", 2], ["steps"])
     assert all(each["steps"][-1] == 2 for each in said)
     assert flaxckpt.verify(tmp_path / "run/1").ok
+
+
+def test_unpin_in_run_directory_outlives_loss_of_disk_of_process_0(tmp_path):
+    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"], ["pin", 1]]
+    do += [["wait_for_uploads"], ["explain"]]
+    for each in run(tmp_path, *do, copies=1):
+        assert "pinned" in each["explain"]["1"]
+        assert "staging: not uploaded" not in each["explain"]["1"]
+    pinned = tmp_path / "run/1/PINNED"
+    pinned.unlink()
+    shutil.rmtree(tmp_path / "local-0")
+    run(tmp_path, ["restore"], ["wait_for_uploads"], copies=1)
+    assert not pinned.exists()

@@ -58,7 +58,7 @@ def test_sets_and_removes_marker(path, kind):
         assert names(path) == {name}
     unmark(path)
     assert not is_marked(path)
-    assert not names(path)
+    assert name not in names(path)
 
 
 def test_removal_of_marker_syncs_directory(tmp_path, monkeypatch):
@@ -141,6 +141,7 @@ def test_recognizes_names_of_markers():
     for name in (
         *("PINNED", "TEMPORARY", "DATASET_LET_GO", "MEASURED", "DAMAGED"),
         *("NOT_UPLOADED", "DELETING", "READING-x", "ITEM_DELETED.x", "COPIES.2"),
+        "CHANGES",
     ):
         assert markers.is_marker(name), name
         is_copied = name in ("DATASET_LET_GO", "MEASURED", "ITEM_DELETED.x")
@@ -264,6 +265,26 @@ def test_each_change_renews_upload_marker(path):
     assert markers.read_upload_marker(path) is None
 
 
+def test_counts_changes_across_uploads(path):
+    markers.unmark_upload(path)
+    assert not names(path), "a step that was never changed needs no count"
+    for number in (1, 2):
+        markers.mark_for_upload(path)
+        assert markers.count_changes(path) == number
+    markers.unmark_upload(path)
+    assert markers.count_changes(path) == 2
+    markers.mark_for_upload(path)
+    assert markers.count_changes(path) == 3
+    assert markers.read_upload_marker(path).changes == 3
+
+
+@pytest.mark.parametrize("content", UNREADABLE)
+def test_unreadable_count_of_changes_is_that_of_the_upload_marker(path, content):
+    markers.mark_for_upload(path)
+    (path / "CHANGES").write_bytes(content)
+    assert markers.count_changes(path) == (7 if content == b"7" else 1)
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_first_upload_of_step_is_not_settled(path, overwrite):
     content = markers.UploadMarker(overwrite).content()
@@ -271,17 +292,17 @@ def test_first_upload_of_step_is_not_settled(path, overwrite):
     assert not markers.is_settled(path)
     markers.mark_for_upload(path)
     marker = markers.read_upload_marker(path)
-    assert marker == markers.UploadMarker(overwrite, (), marker.change, False)
+    assert marker == markers.UploadMarker(overwrite, (), marker.change, False, 1)
 
 
 def test_upload_marker_of_older_release_is_not_settled(path):
     row = {"overwrite": 1, "removed": [], "change": "x"}
     (path / markers.NOT_UPLOADED).write_text(json.dumps(row))
-    assert markers.read_upload_marker(path) == (True, (), "x", False)
+    assert markers.read_upload_marker(path) == (True, (), "x", False, 0)
 
 
 @pytest.mark.parametrize("content", UNREADABLE)
 def test_unreadable_upload_marker_counts_as_unsettled(path, content):
     (path / markers.NOT_UPLOADED).write_bytes(content)
-    assert markers.read_upload_marker(path) == (False, (), "", False)
+    assert markers.read_upload_marker(path) == (False, (), "", False, 0)
     assert not markers.is_settled(path)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flaxckpt import _storage, errors, policies
 from flaxckpt._checkpoint import verify
 from flaxckpt._distributed import heartbeat, operation
-from flaxckpt._run.tiers import part_copies, parts
+from flaxckpt._run.tiers import part_copies, parts, upload_copies
 from flaxckpt._steps import delete, markers
 from flaxckpt._storage import (
     bucket,
@@ -187,6 +187,9 @@ FAULTS_OF_TIER = {  # some with the faults of the world that show them
             (part_copies, "_storage"): _unsynced_storage(),
             (tier, "_FAULTS"): ("crash",) * 3,
         },
+    ),
+    "other processes do not learn of uploads": Fault(
+        tier, {(upload_copies, "tell_uploaded"): lambda *args: None}
     ),
     "a save is acknowledged before all parts are committed": Fault(
         tier,

@@ -1,6 +1,7 @@
 """Histories of the local tier keep their guarantees, and find planted faults."""
 
 import functools
+import shutil
 
 import pytest
 
@@ -169,6 +170,79 @@ def test_step_replaced_during_upload_does_not_count_as_uploaded():
         turns = ["restore", "save", "overwrite", *["measure"] * 20]
         story.run_job(2, turns, is_calm=True)
         story.end(2)
+
+
+def _upload_a_pin(story, count, *more):
+    """Saves a step that all processes pin, and uploads the pin."""
+    turns = ["save", "copies", "pin", "uploads", *more]
+    story.run_job(count, turns, is_calm=True)
+    pinned = story.files.root / "run/1/PINNED"
+    assert pinned.exists()
+    return pinned
+
+
+def test_pin_removed_in_the_run_directory_does_not_return_with_a_lost_disk():
+    with runner.installed(tier), tier.story(1, copies=1, latest=0) as story:
+        pinned = _upload_a_pin(story, 3)
+        pinned.unlink()
+        story.lose("m0")
+        story.run_job(3, ["restore", "uploads"], is_calm=True)
+        assert not pinned.exists()
+
+
+def _bring_back(story, machine, later):
+    """Gives a machine its earlier disk back, and loses that of process 0."""
+    for name in (machine, "m0"):
+        story.lose(name)
+    shutil.copytree(later, story.files.root / machine, dirs_exist_ok=True)
+
+
+def test_marker_of_a_returning_machine_loses_against_an_uploaded_one(tmp_path):
+    with runner.installed(tier), tier.story(1, copies=1, latest=0) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(3, ["save", "copies", "pin"], is_calm=True)
+        shutil.copytree(story.files.root / "m2", tmp_path / "m2")
+        pinned = _upload_again(story)
+        pinned.unlink()
+        _bring_back(story, "m2", tmp_path / "m2")
+        story.run_job(3, ["restore", "uploads"], is_calm=True)
+        assert not pinned.exists()
+        _check_equal(story)
+
+
+def _upload_again(story):
+    story.run_job(3, ["restore", "uploads"], is_calm=True)
+    pinned = story.files.root / "run/1/PINNED"
+    assert pinned.exists()
+    return pinned
+
+
+def test_later_change_wins_over_the_state_of_a_returning_machine(tmp_path):
+    with runner.installed(tier), tier.story(1, copies=1, latest=0) as story:
+        story.run_job(3, ["save", "copies", "uploads"], is_calm=True)
+        shutil.copytree(story.files.root / "m2", tmp_path / "m2")
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(3, ["restore", "measure", "pin"], is_calm=True)
+        _bring_back(story, "m2", tmp_path / "m2")
+        story.swap("m0", "m2")  # the new process 0 knows of no change
+        story.run_job(3, ["restore", "uploads"], is_calm=True)
+        assert (story.files.root / "run/1/PINNED").exists()
+        metrics = story.files.root / "run/1/metrics/metrics"
+        assert b"accuracy" in metrics.read_bytes()
+        _check_equal(story)
+
+
+def _check_equal(story):
+    """All processes have the same markers of the step."""
+    found = {
+        frozenset(
+            (path.name, path.read_bytes())
+            for name in ("CHANGES", "NOT_UPLOADED")
+            for path in (story.files.root / machine).glob(f"local/1/{name}")
+        )
+        for machine in ("m0", "m1", "m2")
+    }
+    assert len(found) == 1
 
 
 def _miss_the_end_of_the_meeting(missed, first=operation.Operation.first):

@@ -20,7 +20,7 @@ import flaxckpt
 from flaxckpt import errors, policies
 from flaxckpt._arrays import write
 from flaxckpt._distributed import operation
-from flaxckpt._run.tiers import uploads
+from flaxckpt._run.tiers import parts, uploads
 from verification.simulation import (
     databases,
     disks,
@@ -449,6 +449,10 @@ class _Program:
         if self._step:
             self._checkpointer.pin(self._step)
 
+    def _unpin(self, number: int) -> None:
+        if self._step:
+            self._checkpointer.unpin(self._step)
+
     def _measure(self, number: int) -> None:
         if self._step:
             self._checkpointer.add_metrics(self._step, {"accuracy": 0.5})
@@ -514,13 +518,25 @@ def _check_calm(script: Script, promised: Save | None, far: dict[int, int]) -> N
 
 def _check_last(script: Script) -> None:
     """Checks a job without faults that restores, saves, copies, and restores."""
-    _, saved, copied, _, restored = script.results
+    _, saved, copied, *_, restored = script.results
     for process, result in [*saved.items(), *copied.items()]:
         if result.error is not None:
             raise kernel.Violation(f"{process} cannot save: {result.error!r}")
     for process, result in restored.items():
         if result.save is not saved[process].save or result.from_directory:
             raise kernel.Violation(f"{process} does not restore what it saved")
+
+
+def _check_waiting(disks: list[Path]) -> None:
+    """Checks that nothing waits for an upload that process 0 has made."""
+    first, *others = [
+        {path.parent for path in disk.glob("local/*/NOT_UPLOADED")} for disk in disks
+    ]
+    for path in sorted({path for some in others for path in some}):
+        same = disks[0] / "local" / path.name
+        is_same = parts.identify(path) == parts.identify(same)
+        if is_same and same not in first:
+            raise kernel.Violation(f"{path} still waits for its upload")
 
 
 def _check_leftovers(directory: Path) -> None:
@@ -546,6 +562,7 @@ _KINDS = {
     "uploads": 1,
     "restore_some": 1,
     "pin": 1,
+    "unpin": 1,
     "measure": 1,
     "prune": 1,
     "delete": 1,
@@ -616,12 +633,13 @@ class Story:
 
     def end(self, count: int) -> None:
         """Runs a last job, without faults."""
-        turns = ["restore", "save", "copies", "uploads", "restore"]
+        turns = ["restore", "save", "copies", "pin", "uploads", "restore"]
         script = self.run_job(count, turns, is_calm=True, pause=700.0)
         _check_last(script)
         for machine in script.machines:
             _check_leftovers(self.files.root / machine / "local")
         _check_leftovers(self._setting.run)
+        _check_waiting([script.disk(n) for n in range(count)])
 
     def _draw_turns(self) -> list[str]:
         kinds, weights = list(_KINDS), list(_KINDS.values())

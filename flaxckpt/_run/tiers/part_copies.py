@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _checkpoint, _distributed, _formats, _steps, _storage, errors
+from flaxckpt._run import edit
 from flaxckpt._run.tiers import parts
 from flaxckpt._steps.markers import PARTS, StepParts
 from flaxckpt._util.pace import Pace
@@ -31,9 +32,16 @@ _MARKERS = (
     _steps.markers.PIN,
     _steps.markers.TEMPORARY,
     _steps.markers.MEASURED,
-    _steps.markers.NOT_UPLOADED,
+    *_steps.markers.OF_UPLOADS,
 )
 """Markers that a process gets with the metadata."""
+
+_CHANGED = (
+    f"{_formats.items.METRICS}/{_formats.items.METRICS}",
+    _formats.items.METRICS_DIGESTS,
+    *_MARKERS,
+)
+"""Files that change in a committed step; that of what is uploaded comes last."""
 
 
 class Sources(NamedTuple):
@@ -103,6 +111,45 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
     is_same = parts.identify(path) == sources.save
     if is_same and has_metadata(path):
         return
+    files = _read_any_metadata(sources)
+    if is_same:
+        _mend(path, files)
+        return
+    try:
+        _write_metadata(path, files, mode)
+    except OSError as error:
+        _check_disk(error, path)
+        raise
+
+
+def copy_changes(sources: Sources) -> None:
+    """Copies the metrics and markers of a step from a process that knows more of it.
+
+    What is uploaded is recorded last: a crash before leaves the step as it was known.
+
+    Raises:
+        DamagedCheckpointError: No process has them.
+        SaveFailedError: An item that was deleted there is read here.
+    """
+    path, files = sources.path, _read_any_metadata(sources)
+    deleted = _steps.markers.deleted_items(files)
+    for item in deleted - _steps.markers.deleted_items(_storage.of(path).names(path)):
+        edit.delete_item(path, item)
+    for name in _CHANGED:
+        if (content := files.get(name)) is None:
+            (path / name).unlink(missing_ok=True)
+            continue
+        _storage.files.make_parents(path, name)
+        _storage.of(path).replace(path / name, content)
+    _storage.files.sync_directory(path)
+
+
+def _read_any_metadata(sources: Sources) -> dict[str, bytes]:
+    """Returns the metadata of a step at another process.
+
+    Raises:
+        DamagedCheckpointError: No other process has it.
+    """
     faults = []
     for process in sources.others():
         try:
@@ -110,15 +157,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         except (OSError, ValueError, errors.DamagedCheckpointError) as error:
             faults.append(f"process {process}: {errors.one_line(error)}")
             continue
-        if is_same:
-            _mend(path, {**files, parts.MARKER: marker})
-            return
-        try:
-            _write_metadata(path, {**files, parts.MARKER: marker}, mode)
-        except OSError as error:
-            _check_disk(error, path)
-            raise
-        return
+        return {**files, parts.MARKER: marker}
     raise errors.DamagedCheckpointError(
         f"the metadata of step {sources.step} is at no process:\n"
         + errors.rows(faults or ["no other process has a part of it"])

@@ -288,8 +288,9 @@ class PartTier:
         if operation is not None:
             self.meet(operation)
             held = _exchange_held(operation, "held", held[0])
-            if any(not here.total for steps in held for here in steps.values()):
-                self._mend(held)
+            behind = parts.find_behind(held)
+            if any(behind):
+                self._mend(held[self._own], behind[self._own])
                 held = _exchange_held(operation, "mended", _find_held(paths))
         self._times.clear()
         for number, here in (each for steps in held for each in steps.items()):
@@ -331,23 +332,26 @@ class PartTier:
             self._sources[path] = best
         return candidates, lost
 
-    def _mend(self, held: Sequence[Mapping[int, Held]]) -> None:
-        """Copies the metadata of steps here whose marker of parts is damaged."""
-        for step, here in held[self._own].items():
-            if here.total:
-                continue
-            path = self._root / self._format.name(step)
-            same = [
-                process
-                for process, steps in enumerate(held)
-                if (other := steps.get(step)) is not None
-                and (other.save, bool(other.total)) == (here.save, True)
-            ]
-            sources = Sources(path, step, here.save, self._own, self._peers, {0: same})
+    def _mend(
+        self, held: Mapping[int, Held], behind: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Copies what others know of steps here.
+
+        Args:
+            held: Step -> what is here of it.
+            behind: Step -> the processes that know more of it: also its parts, if their
+                lists are damaged here, or later changes, or that these are uploaded.
+        """
+        for step, others in behind.items():
+            path, save = self._root / self._format.name(step), held[step].save
+            sources = Sources(path, step, save, self._own, self._peers, {0: others})
             try:
-                part_copies.copy_metadata(sources, self._mode)
+                if not held[step].total:
+                    part_copies.copy_metadata(sources, self._mode)
+                else:
+                    part_copies.copy_changes(sources)
             except (errors.CheckpointError, OSError) as error:
-                _log.warning("the parts of step %d here are unknown: %s", step, error)
+                _log.warning("step %d is not the same everywhere: %s", step, error)
 
     def adopt_pending(self) -> None:
         """Copies the metadata of steps to upload that only other processes have."""

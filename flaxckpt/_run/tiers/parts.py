@@ -30,6 +30,8 @@ class Held(NamedTuple):
         parts: The parts whose files are all there.
         created: Nanoseconds since 1970 at the call of the save.
         is_settled: Whether the step was in the run directory before its last change.
+        changes: Number of changes of the step since its save.
+        is_waiting: Whether some of them are not uploaded, as far as the process knows.
     """
 
     save: str
@@ -37,6 +39,13 @@ class Held(NamedTuple):
     parts: tuple[int, ...]
     created: int = 0
     is_settled: bool = False
+    changes: int = 0
+    is_waiting: bool = False
+
+    @property
+    def state(self) -> tuple[int, bool]:
+        """How much the process knows of the step; of one save, the greatest counts."""
+        return (self.changes, not self.is_waiting) if self.total else (-1, False)
 
 
 def identify(path: Path) -> str | None:
@@ -71,7 +80,15 @@ def find_held(path: Path) -> Held | None:
         return Held(save, 0, ())
     except (OSError, ValueError):
         return Held(save, 0, ()) if _is_manifest_lost(path) else None
-    return Held(save, len(parts.files), tuple(here), _find_time(path), is_settled)
+    return Held(
+        save,
+        len(parts.files),
+        tuple(here),
+        _find_time(path),
+        is_settled,
+        _steps.markers.count_changes(path),
+        _steps.markers.is_marked_for_upload(path),
+    )
 
 
 def _is_manifest_lost(path: Path) -> bool:
@@ -159,6 +176,33 @@ class Lost(NamedTuple):
 
     step: int
     parts: tuple[int, ...]
+
+
+def find_behind(held: Sequence[Mapping[int, Held]]) -> list[dict[int, list[int]]]:
+    """Returns what each process knows less of than others.
+
+    Args:
+        held: What each process has: step -> parts.
+
+    Returns:
+        Process -> step -> the processes of the same save that know most of it.
+    """
+    best: dict[tuple[int, str], tuple[tuple[int, bool], list[int]]] = {}
+    for process, steps in enumerate(held):
+        for step, here in steps.items():
+            state, some = best.setdefault((step, here.save), ((-1, False), []))
+            if here.state > state:
+                best[step, here.save] = here.state, [process]
+            elif here.state == state:
+                some.append(process)
+    return [
+        {
+            step: best[step, here.save][1]
+            for step, here in steps.items()
+            if here.state < best[step, here.save][0]
+        }
+        for steps in held
+    ]
 
 
 def choose(

@@ -7,7 +7,7 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -288,24 +288,35 @@ def _copy_sound(
     return damaged
 
 
+def tell_uploaded(path: Path, changes: int, operation: Operation) -> None:
+    """Tells the other processes how many changes of a step are uploaded, and waits."""
+    message = json.dumps([path.name, identify(path), changes])
+    operation.first("next", lambda: message)
+    operation.gather("noted")
+
+
 def help_copy(
-    staging: Path, operation: Operation
-) -> tuple[Path, _steps.markers.UploadMarker | None]:
+    staging: Path,
+    operation: Operation,
+    note_uploaded: Callable[[Path, str, int], object],
+) -> None:
     """Copies the parts that process 0 assigns to this process.
 
     Args:
         staging: The staging directory of this process.
         operation: The operation that process 0 has called.
-
-    Returns:
-        The step, and its upload marker before; None if another save is there.
+        note_uploaded: Called instead, if process 0 tells that changes are uploaded:
+            with the step, its save, and the number of its changes.
     """
     name, save, *texts = json.loads(operation.first("next", str))
     path = staging / str(name)
+    if len(texts) == 1:
+        note_uploaded(path, save, *texts)
+        operation.report("noted")
+        return
     target, earlier = (text and _storage.paths.resolve(text) for text in texts)
     held = find_held(path)
     is_same = held is not None and held.save == save
-    marker = _steps.markers.read_upload_marker(path) if is_same else None
     operation.report("held", json.dumps(held.parts if held and is_same else ()))
     for turn in itertools.count():
         assigned = json.loads(operation.first(f"copy {turn}", str))
@@ -315,7 +326,6 @@ def help_copy(
         damaged = _copy_sound(path, save, target, earlier, mine, operation)
         operation.report(f"copied {turn}", json.dumps(damaged))
     operation.first("committed", str, is_patient=True)
-    return path, marker
 
 
 def _belongs(file: Path) -> bool:

@@ -31,7 +31,7 @@ from flaxckpt import (
 from flaxckpt._run import edit, retention
 from flaxckpt._run import events as run_events
 from flaxckpt._run import metrics as run_metrics
-from flaxckpt._run.tiers import upload_copies
+from flaxckpt._run.tiers import parts, upload_copies
 
 _log = logging.getLogger(__name__)
 
@@ -134,15 +134,32 @@ class Uploads:
             operation.is_wanted = lambda: not (listener and listener.is_stopped())
             make_error = _distributed.agreement.background_error
             with _distributed.agreement.closing(operation, make_error):
-                path, marker = upload_copies.help_copy(self._staging, operation)
-                if marker is not None:
-                    with self.step_lock.get():  # a save may replace the step now
-                        self._remove_marker(path, marker)
+                upload_copies.help_copy(self._staging, operation, self._note_uploaded)
         except ConnectionError:
             return False
         except Exception as error:  # process 0 reports it, too
             _log.warning("a part was not uploaded: %s", errors.one_line(error))
         return True
+
+    def _note_uploaded(self, path: Path, save: str, changes: int) -> None:
+        """Removes the marker of a step whose changes process 0 has uploaded.
+
+        Raises:
+            ReplacedError: A save is replacing a step here, perhaps this one.
+        """
+        lock = self.step_lock.get()
+        # The save may wait for process 0, which waits for this process.
+        if not lock.acquire(blocking=False):
+            raise upload_copies.ReplacedError(f"a save replaces a step beside {path}")
+        try:
+            with self.change_lock.get():
+                marker = _steps.markers.read_upload_marker(path)
+                if marker is None or parts.identify(path) != save:
+                    return
+                if marker.changes <= changes:  # else, there are later ones
+                    _steps.markers.unmark_upload(path)
+        finally:
+            lock.release()
 
     def pending(self) -> dict[int, Path]:
         paths = self._near.index.paths().items()
@@ -368,7 +385,7 @@ class Uploads:
     # ---- an upload -----------------------------------------------------------
 
     def _upload(self, step: int, path: Path, *, is_begin: bool) -> None:
-        begun, size = time.monotonic(), 0
+        begun = time.monotonic()
         # A save has renamed its step a moment before it ends its claim.
         claim = _storage.temporary.claim(path, patience_secs=_PATIENCE_SECS)
         with self.step_lock.get(), claim as is_ours:
@@ -401,12 +418,11 @@ class Uploads:
                 overwrite |= relation == "damaged" and marker.settled
                 size = self._copy(path, final, overwrite=overwrite)
                 self.last_listed[step] = final
-            self._settle(path, final, marker, is_new=not is_there)
-            secs = time.monotonic() - begun
-            if not is_there:
+                secs = time.monotonic() - begun
                 self._events.emit("uploaded", step, path=final, bytes=size, secs=secs)
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
                 self._unretired = step, path
+            self._settle(path, final, marker, is_new=not is_there)
             self._copy_journal()
 
     def _inherit_pin(self, path: Path, final: Path) -> None:
@@ -526,9 +542,17 @@ class Uploads:
     ) -> _steps.markers.UploadMarker | None:
         """Removes the upload marker unless changed since its last read.
 
+        Removes those of the other processes first: if process 0 loses its disk then,
+        none of them uploads the changes again.
+
         Returns:
             None, or the current marker.
         """
+        if self._processes is not None:
+            operation = self._processes.call("upload", f"the upload of {path.name}")
+            make_error = _distributed.agreement.background_error
+            with _distributed.agreement.closing(operation, make_error):
+                upload_copies.tell_uploaded(path, marker.changes, operation)
         with self.change_lock.get():
             now = _steps.markers.read_upload_marker(path)
             if now != marker:
