@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from flaxckpt._inspect import (
         abstract_file,
         best_step,
+        dataset_positions,
         diff,
         doctor,
         history,

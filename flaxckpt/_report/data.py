@@ -15,6 +15,7 @@ from flaxckpt import errors, policies
 from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._inspect import best_step
+from flaxckpt._inspect.dataset_positions import Position
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
 from flaxckpt._report.parts import Copy, Part
@@ -69,24 +70,6 @@ class LeafHistory(NamedTuple):
     def nonfinite_steps(self) -> Sequence[int]:
         """The steps at which a value in the sample was not finite."""
         return [n for n, norm in self.norms.items() if not math.isfinite(norm)]
-
-
-class Position(NamedTuple):
-    """The positions of the dataset iterators at a step.
-
-    Attributes:
-        step: The step; None for a checkpoint outside of a run.
-        type: The class of the iterator; empty if not recorded.
-        processes: The number of processes that saved a state.
-        bytes: The size of all states; None in object stores.
-        values: Integers in the state of the first iterator, by name.
-    """
-
-    step: int | None
-    type: str
-    processes: int
-    bytes: int | None
-    values: Mapping[str, int]
 
 
 State: TypeAlias = Literal["verified", "whole", "damaged", "unread", "unknown"]

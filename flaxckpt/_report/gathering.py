@@ -20,10 +20,11 @@ from flaxckpt import _formats, _inspect, _run, _steps, _storage, errors
 from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import CheckpointMetadata
+from flaxckpt._inspect.dataset_positions import Position
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Listing, Step
-from flaxckpt._report import dataset_positions, flight_recorder, integrity, parts
-from flaxckpt._report.data import Integrity, LeafHistory, MetricValue, Position, Report
+from flaxckpt._report import flight_recorder, integrity, parts
+from flaxckpt._report.data import Integrity, LeafHistory, MetricValue, Report
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps.event import Event
 from flaxckpt._types import LeafPath, PathLike
@@ -365,7 +366,7 @@ def _dataset_positions(
     for step in steps[-most:]:
         path = _storage.paths.from_text(step.path)
         try:
-            position = dataset_positions.read(path, step.step)
+            position = _inspect.dataset_positions.read(path, step.step)
             found += [] if position is None else [position]
         except _UNREADABLE as error:
             of = "" if step.step is None else f" of step {step.step}"

@@ -5,10 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flaxckpt import _formats, _util, datasets
-from flaxckpt._report.data import Position
+
+
+class Position(NamedTuple):
+    """The positions of the dataset iterators at a step.
+
+    Attributes:
+        step: The step; None for a checkpoint outside of a run.
+        type: The class of the iterator; empty if not recorded.
+        processes: The number of processes that saved a state.
+        bytes: The size of all states; None in object stores.
+        values: Integers in the state of the first iterator, by name.
+    """
+
+    step: int | None
+    type: str
+    processes: int
+    bytes: int | None
+    values: Mapping[str, int]
+
 
 _MAX_BYTES = 2**20
 """Limit on the states of a step: larger states are not read, only their size shown."""
