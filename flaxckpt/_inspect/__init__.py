@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         plan_damage,
         replay,
         restore_call,
+        run_search,
         run_view,
         simulate,
     )

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from flaxckpt import errors
+from flaxckpt import _formats, _inspect, _storage, errors
 from flaxckpt.cli import _app, _output
 from flaxckpt.cli._output import Cell, TextColumn
 
 if TYPE_CHECKING:
+    from flaxckpt._inspect.run_search import Location
     from flaxckpt._report.data import MetricValue, Report, RunRanking
-    from flaxckpt._report.ui.places import Location
     from flaxckpt.policies import PreservationPolicy
 
 _COLUMNS = (
@@ -69,13 +69,12 @@ class _Run:
 
 def find_runs(path: str) -> list[Location]:
     """Returns the runs and checkpoints below a directory; empty without any."""
-    from flaxckpt._report.ui import places as ui_places
-
     try:
-        places = ui_places.find_places(path)
+        root = _formats.follow(_storage.paths.resolve(path))
+        found = _inspect.run_search.find(root, {})
     except errors.CheckpointError:
         return []
-    return [] if places.is_single else [*places.runs.values()]
+    return [place for place in found.values() if place.path != root]
 
 
 def show(

@@ -1026,9 +1026,9 @@ def test_does_not_read_known_runs_again(tmp_path, open_page, monkeypatch):
         run.save(1, {"w": np.ones(2)})
     space = open_page(tmp_path)
     looked = []
-    real = seams.current("ui_places.is_run")
+    real = seams.current("run_search.is_run")
     seams.replace(
-        monkeypatch, "ui_places.is_run", lambda path: looked.append(path) or real(path)
+        monkeypatch, "run_search.is_run", lambda path: looked.append(path) or real(path)
     )
     look_again(space)
     assert looked == [tmp_path]

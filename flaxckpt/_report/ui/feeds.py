@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flaxckpt import _steps, _storage, errors
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import gathering
 from flaxckpt._report.data import Integrity, Report
-from flaxckpt._report.ui.places import Location
 
 _log = logging.getLogger(__name__)
 

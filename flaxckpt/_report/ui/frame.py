@@ -6,8 +6,8 @@ import importlib.metadata
 import json
 
 from flaxckpt import _storage
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import templates
-from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Workspace
 from flaxckpt._util import html
 

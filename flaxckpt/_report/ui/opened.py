@@ -13,7 +13,7 @@ from typing import NamedTuple
 from flaxckpt import _run
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
-from flaxckpt._report.ui.places import Location
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._types import LeafPath
 

@@ -13,36 +13,25 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from flaxckpt import _formats, _inspect, _state, _steps, _storage, errors
+from flaxckpt._inspect import run_search
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._types import PathLike
 
-_MOST_PLACES = 500
 _MOST_ENTRIES = 500
 """Entries of a directory that are looked at for states."""
 
 _MOST_FILES = 100
 _MOST_FILE_BYTES = 16 * 2**20
-_DEEPEST = 3
-"""Levels of directories between the opened directory and a run."""
-
 _log = logging.getLogger(__name__)
 
 _AFTER_ERROR_SECS = 30.0
 _LEAST_SECS = 2.0
 _SHARE = 0.05
 """How often, and for which share of the time, new runs are looked for."""
-
-
-class Location(NamedTuple):
-    """A run or a checkpoint; its name is the path relative to the opened directory."""
-
-    name: str
-    path: Path
-    is_run: bool
 
 
 class Places:
@@ -84,7 +73,7 @@ class Places:
         found = dict(self.runs)
         if self.is_single and not _storage.of(self.root).costs_requests:
             with contextlib.suppress(OSError):
-                beside = search_below(
+                beside = run_search.search_below(
                     self.root.parent, self._beside, depth=1, most=_MOST_ENTRIES
                 )
                 self._beside = {each.name: each for each in beside}
@@ -158,8 +147,8 @@ class Places:
     def _search(self) -> None:
         began = time.monotonic()
         # Looked at first, so that what appears during the search is found by the next.
-        was_empty = self.root.is_dir() and is_empty(self.root)
-        found = _find(self.root, self.runs)
+        was_empty = self.root.is_dir() and run_search.is_empty(self.root)
+        found = run_search.find(self.root, self.runs)
         if found != self.runs:
             self.runs, self.version = found, self.version + 1
         now = time.monotonic()
@@ -187,75 +176,13 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
             files[name] = Location(name, at, is_run=False)
             continue
         at = _formats.follow(at)
-        if (kind := is_run(at)) is None:
+        if (kind := run_search.is_run(at)) is None:
             _formats.detect(at)  # raises
         further[name] = Location(name, at, bool(kind))
     found = Places(path, further, files)
     if not found.runs:
         _inspect.run_view.survey(path)  # raises: neither a run nor a checkpoint
     return found
-
-
-def _find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
-    """Returns the runs and checkpoints at or below a path, by name."""
-    kind = is_run(root)
-    if kind is not None:
-        name = root.name or str(root)
-        return {name: Location(name, root, kind)}
-    if not root.is_dir():
-        return {}
-    with _storage.paths.listing_cache(root):
-        search = search_below(root, known)
-        return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
-
-
-def search_below(
-    directory: Path,
-    known: Mapping[str, Location],
-    prefix: str = "",
-    depth: int = _DEEPEST,
-    most: int | None = None,
-) -> Iterator[Location]:
-    """Yields the runs and checkpoints below a directory, by name.
-
-    Only the names are looked at of those that are known, and of `most` entries, if
-    given, the first ones.
-    """
-    for child in sorted(itertools.islice(directory.iterdir(), most)):
-        if child.is_symlink() or _storage.temporary.TEMPORARY in child.name:
-            continue
-        name = f"{prefix}{child.name}"
-        if name in known and known[name].path == child:
-            yield known[name]
-            continue
-        try:
-            kind = None if _formats.is_pointer(child) else is_run(child)
-            if kind is False or (kind and not is_empty(child)):
-                yield Location(name, child, kind)
-            elif kind is None and depth > 1 and child.is_dir():
-                yield from search_below(child, known, f"{name}/", depth - 1)
-        except OSError:  # deleted, or not readable
-            continue
-
-
-def is_run(path: Path) -> bool | None:
-    """Returns True for a run directory, False for a checkpoint; None for others."""
-    if path.exists() and _formats.recognises(path):
-        return False
-    try:
-        _inspect.run_view.survey(path)
-    except errors.CheckpointNotFoundError:
-        if path.exists():
-            return None
-        raise
-    except errors.CheckpointError:
-        return None
-    return True
-
-
-def is_empty(run: Path) -> bool:
-    """Returns True for an empty directory, which might become a run."""
-    return not (run / _steps.journal.NAME).is_file() and not any(run.iterdir())
 
 
 def _find_files(folder: Path) -> list[Path]:

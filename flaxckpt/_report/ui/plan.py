@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _inspect, _suggest, _transforms, errors
 from flaxckpt._inspect.plan_damage import PlanDamage
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui import frame
-from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._types import LeafPath
 from flaxckpt._util import html

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 from flaxckpt import errors
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import chart_data, content, data, flight_recorder, templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.ui import feeds, frame
-from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from flaxckpt import _storage, errors
 from flaxckpt._inspect.listing import Step
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import integrity
 from flaxckpt._report.data import Report
 from flaxckpt._report.integrity import Verification
-from flaxckpt._report.ui.places import Location
 from flaxckpt._util import progress
 
 _log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Final, Literal, TypeAlias
 
 from flaxckpt import errors
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import templates
 from flaxckpt._report.content import Content
 from flaxckpt._report.ui import frame
-from flaxckpt._report.ui.places import Location
 from flaxckpt._report.ui.verifications import Job
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._util import html

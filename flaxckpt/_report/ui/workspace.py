@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeAlias
 from urllib import parse
 
 from flaxckpt import errors
+from flaxckpt._inspect.run_search import Location
 from flaxckpt._report.data import Report
 from flaxckpt._report.ui import feeds, opened, places, verifications
-from flaxckpt._report.ui.places import Location
 from flaxckpt._util import html
 
 
