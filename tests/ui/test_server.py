@@ -1,6 +1,7 @@
 """News and values without jax; and Ctrl-C, which ends the server at any read."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -30,8 +31,24 @@ def served(tmp_path_factory):
             run.save(
                 step, {"w": np.full(3, step, "float32"), "b": jnp.ones(2, "bfloat16")}
             )
+    (root / "runs" / "wanted.json").write_text('{"w": "float32[3]"}')
     with serving(root / "runs") as server:
         yield server
+
+
+def children(process):
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").parents[1]
+    texts = [(task / "children").read_text() for task in listed.iterdir()]
+    return [int(child) for text in texts for child in text.split()]
+
+
+def test_plans_again_after_planning_process_was_killed(served):
+    """Such as by the kernel, for its memory; idle ones end by themselves."""
+    for _ in range(2):
+        planned = served.ask("/plan/result?run=one&step=2&into=one")
+        assert "would succeed" in planned.text
+        [child] = children(served.process)
+        os.kill(child, signal.SIGKILL)
 
 
 def test_news_contain_version_and_text(served):
@@ -40,8 +57,13 @@ def test_news_contain_version_and_text(served):
     assert served.ask("/news?run=two").status == 404
 
 
-def test_reads_values_without_jax(served):
+def test_reads_values_and_plans_without_jax(served):
     """It takes 120 MB and a second, of a server that runs beside the training."""
+    planned = served.ask("/plan/result?run=one&step=2&into=one")
+    assert "would succeed" in planned.text
+    refused = served.ask("/plan/result?run=one&step=2&into=one&drop=x")
+    assert (refused.status, "matches no leaf" in refused.text) == (400, True)
+    assert "wanted.json" in served.ask("/plan?run=one").text
     for leaf in ("w", "b"):
         shown = served.ask(f"/leaves/leaf?run=one&step=2&leaf={leaf}")
         assert "norm" in shown.text

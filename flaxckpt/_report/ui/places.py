@@ -19,6 +19,7 @@ from pathlib import Path
 from flaxckpt import _formats, _inspect, _state, _steps, _storage, errors
 from flaxckpt._inspect import run_search
 from flaxckpt._inspect.run_search import Location
+from flaxckpt._report.ui import aside
 from flaxckpt._types import PathLike
 
 _MOST_ENTRIES = 500
@@ -172,7 +173,7 @@ def find_places(root: PathLike, others: Sequence[PathLike] = ()) -> Places:
     for other in others:
         at, name = _storage.paths.resolve(other), str(other)
         if at.suffix == ".json" and at.is_file() and not _formats.recognises(at):
-            _inspect.abstract_file.read_target(at)  # raises
+            aside.call(_describes_leaves, at)  # raises
             files[name] = Location(name, at, is_run=False)
             continue
         at = _formats.follow(at)
@@ -210,8 +211,12 @@ def is_abstract_file(file: Path) -> bool:
 @functools.lru_cache(maxsize=256)
 def _describes_state(file: Path, stamp: object) -> bool:
     try:
-        target = _inspect.abstract_file.read_target(file)
+        return aside.call(_describes_leaves, file)
     except (errors.CheckpointError, OSError):
         return False
+
+
+def _describes_leaves(file: Path) -> bool:
+    target = _inspect.abstract_file.read_target(file)
     leaves = _state.flax_state.leaves_by_path(target.state).values()
     return any(leaf not in ({}, [], ()) for leaf in leaves)

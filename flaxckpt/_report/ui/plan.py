@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flaxckpt import _inspect, _suggest, _transforms, errors
+from flaxckpt._inspect.listing import Step
 from flaxckpt._inspect.plan_damage import PlanDamage
 from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.content import Content
-from flaxckpt._report.data import Report
-from flaxckpt._report.ui import frame
+from flaxckpt._report.data import Integrity
+from flaxckpt._report.ui import aside, frame
 from flaxckpt._report.ui.workspace import Query, Workspace
 from flaxckpt._types import LeafPath
 from flaxckpt._util import html
@@ -66,14 +67,18 @@ def page(workspace: Workspace, query: Query) -> html.Markup:
 class _Asked(NamedTuple):
     """The restore that a reader asked for, of `place` into the state of `into`.
 
-    `target_step` is the step with that state, if it is not the newest.
+    Attributes:
+        steps: The steps of `place`, with their integrity.
+        other: The newest step of `into` without known damage, or None.
+        target_step: The step with the state, if it is not the newest.
     """
 
     place: Location
     into: Location
     query: Query
-    restore: RestoreCall
-    target_step: int | None
+    steps: Sequence[tuple[Step, Integrity]]
+    other: int | None
+    target_step: int | None = None
 
     def address(self, view: str, **fields: object) -> html.Markup:
         """Returns the address of a view of this plan with other fields."""
@@ -110,7 +115,17 @@ def _lines(text: str) -> list[str]:
 
 
 def _ask(workspace: Workspace, query: Query) -> _Asked:
-    """Returns what a request asks for.
+    """Returns what a request asks for."""
+    place = workspace.places.find(query.text("run"))
+    into = workspace.places.find(query.text("into"), workspace.places.states())
+    report = workspace.report(place)
+    good = workspace.report(into).good_steps if into.is_run else ()
+    steps = [*zip(report.steps, report.integrity, strict=True)]
+    return _Asked(place, into, query, steps, max(good, default=None))
+
+
+def _prepare(asked: _Asked) -> tuple[_Asked, RestoreCall]:
+    """Returns the call of a restore.
 
     If the description of the newest step of the target cannot be read, its state is
     that of the newest step without known damage.
@@ -119,22 +134,20 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
         OptionError: A choice has another value; a transform is invalid; or the state of
             a new run has optimizer leaves, but names no classes.
     """
-    place = workspace.places.find(query.text("run"))
-    into = workspace.places.find(query.text("into"), workspace.places.states())
+    place, into, query = asked[:3]
     chosen = {name: _choose(query, name) for name in _CHOICES}
     rules = {name: _lines(query.text(name)) for name in _RULES}
-    step = None
     try:
         target = _inspect.abstract_file.read_target(into.path)
     except errors.DamagedCheckpointError:
-        step = _find_other_step(workspace, into, None) if into.is_run else None
-        if step is None:
+        if asked.other is None:
             raise
-        target = _inspect.abstract_file.read_target(into.path, step=step)
+        asked = asked._replace(target_step=asked.other)
+        target = _inspect.abstract_file.read_target(into.path, step=asked.other)
     is_source = chosen["source"] is not None
     if is_source:
         target.check_source(into.name)
-    restore = _inspect.restore_call.RestoreCall(
+    return asked, _inspect.restore_call.RestoreCall(
         str(place.path),
         query.number("step"),
         target,
@@ -144,7 +157,6 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
         "ignore",
         is_source,
     )
-    return _Asked(place, into, query, restore, step)
 
 
 def _choose(query: Query, name: str) -> Any:
@@ -161,30 +173,31 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the plan of a restore, after the transforms of the fields.
 
     Raises:
-        OptionError: As for `_ask`; or a transform has no effect.
+        OptionError: As for `_prepare`; or a transform has no effect.
     """
-    asked = _ask(workspace, query)
-    restore = asked.restore
+    return aside.call(_plan, _ask(workspace, query))
+
+
+def _plan(asked: _Asked) -> html.Markup:
+    asked, restore = _prepare(asked)
     try:
         plan = restore.plan()
     except errors.DamagedCheckpointError as error:
-        return _show(workspace, asked, PlanDamage(str(error), is_read=True))
+        return _show(asked, PlanDamage(str(error), is_read=True))
     source = None
     if not restore.as_source and restore.target.may_begin_from(asked.place.path):
-        options = restore.options_as_source(has_dropped=bool(query.text("drop")))
+        has_dropped = bool(asked.query.text("drop"))
+        options = restore.options_as_source(has_dropped=has_dropped)
         source = asked.propose(source="new", **options)["url"]
-    report = workspace.report(asked.place)
-    states = zip(report.steps, report.integrity, strict=True)
     names = restore.write_import()
     call = restore._replace(unused="warn").write_call()
     return _show(
-        workspace,
         asked,
-        _find_damage(report, plan),
+        _find_damage(asked, plan),
         plan=plan,
-        verified={step.path for step, check in states if check.state == "verified"},
+        verified={step.path for step, c in asked.steps if c.state == "verified"},
         problems={problem.leaf: problem for problem in plan.problems},
-        remedy=None if restore.transforms else _find_remedy(plan, asked),
+        remedy=None if restore.transforms else _find_remedy(plan, restore, asked),
         source=source,
         fresh=restore.describe_fresh(plan),
         call=[names, "", call] if names else [call],
@@ -192,12 +205,12 @@ def result(workspace: Workspace, query: Query) -> html.Markup:
     )
 
 
-def _show(
-    workspace: Workspace, asked: _Asked, damage: PlanDamage | None, **values: object
-) -> html.Markup:
+def _show(asked: _Asked, damage: PlanDamage | None, **values: object) -> html.Markup:
     step = None
-    if damage is not None and damage.is_read:
-        step = _find_other_step(workspace, asked.place, asked.query.number("step"))
+    if damage is not None and damage.is_read:  # the newest other one
+        good = [each.step for each, check in asked.steps if not check.is_bad]
+        chosen = asked.query.number("step")
+        step = max((n for n in good if n not in (None, chosen)), default=None)
     return templates.render(
         "ui/planned.html",
         **{"plan": None, **values},
@@ -211,9 +224,9 @@ def _show(
     )
 
 
-def _find_damage(report: Report, plan: RestorePlan) -> PlanDamage | None:
+def _find_damage(asked: _Asked, plan: RestorePlan) -> PlanDamage | None:
     """Returns what verifications, markers, and the sizes of the files say."""
-    for step, check in zip(report.steps, report.integrity, strict=True):
+    for step, check in asked.steps:
         if step.path == plan.path and check.state == "verified":
             return None
         is_found = check.is_bad and check.bytes_checked and step.damage is None
@@ -222,20 +235,11 @@ def _find_damage(report: Report, plan: RestorePlan) -> PlanDamage | None:
     return _inspect.plan_damage.find(plan)
 
 
-def _find_other_step(
-    workspace: Workspace, place: Location, step: int | None
-) -> int | None:
-    """Returns the newest step without known damage other than `step`, or None.
-
-    Returns None for a checkpoint that is no step of a run.
-    """
-    steps = workspace.report(place).good_steps
-    return max((n for n in steps if n != step), default=None)
-
-
-def _find_remedy(plan: RestorePlan, asked: _Asked) -> Content | None:
+def _find_remedy(
+    plan: RestorePlan, restore: RestoreCall, asked: _Asked
+) -> Content | None:
     """Returns rules for the fields, or the address that guesses them; or None."""
-    found = {(*options,): options for options in asked.restore.remedies(plan)}
+    found = {(*options,): options for options in restore.remedies(plan)}
     if ("suggest",) in found and ("optimizer",) not in found:
         return {"options": {}, "url": asked.address("/plan/suggest")}
     found.pop(("missing",), None)  # the field is beside the plan
@@ -244,8 +248,11 @@ def _find_remedy(plan: RestorePlan, asked: _Asked) -> Content | None:
 
 def suggest(workspace: Workspace, query: Query) -> html.Markup:
     """Guesses the renames for a restore of the `step` of a `run` `into` another."""
-    asked = _ask(workspace, query)
-    restore = asked.restore
+    return aside.call(_guess, _ask(workspace, query))
+
+
+def _guess(asked: _Asked) -> html.Markup:
+    asked, restore = _prepare(asked)
     found = _suggest.suggestion.suggest(
         restore.path, restore.target.state, step=restore.step
     )
