@@ -195,14 +195,18 @@ def count_outcomes(restore_plan: RestorePlan) -> dict[str, tuple[int, dict[str, 
     return found
 
 
-def describe_outcomes(restore_plan: RestorePlan) -> str:
+def describe_outcomes(restore_plan: RestorePlan, dropped: int = 0) -> str:
     """Returns text on how many leaves have each outcome: `2 loaded (1 cast), 6 init`.
 
-    The plan and the log of its restore have the same text.
+    The plan and the log of its restore have the same text. `dropped` leaves take the
+    place of those that the plan names.
     """
+    counts = count_outcomes(restore_plan)
+    if dropped:
+        counts["dropped"] = dropped, {}
     listed = ", ".join(
         f"{total} {action}" + (f" ({_list_counts(parts)})" if parts else "")
-        for action, (total, parts) in count_outcomes(restore_plan).items()
+        for action, (total, parts) in counts.items()
     )
     return listed or "nothing to load"
 

@@ -303,7 +303,7 @@ def test_report_shows_the_recorded_lineage(run):
     assert found == flaxckpt.metadata(run).lineage
     assert found[0].path == str(_original(run) / "source")
     outcome = gather(run).source_outcome
-    assert outcome == "9 initialized, 2 loaded"
+    assert outcome == "9 initialized, 2 loaded, 1 dropped"  # the head
     assert outcome in _text(_report.page(gather(run)))
 
 

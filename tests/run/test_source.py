@@ -486,3 +486,22 @@ def test_warns_if_source_lacks_step_counter(tmp_path, caplog):
             )
         assert start == step
         assert ("counts 1 updates" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "counted"),
+    [
+        ("reinit", "7 init, 1 loaded, 1 dropped"),
+        ("match", "5 loaded, 3 init, 3 dropped"),  # the moments of the head, too
+    ],
+)
+def test_journal_counts_leaves_that_transforms_drop(
+    tmp_path, source, optimizer, counted
+):
+    path, _ = source
+    given = {"source_transforms": [drop("params/head")], "missing": "init"}
+    fresh = state_of(3, seed=1)
+    begin(tmp_path / "run", fresh, source=path, optimizer=optimizer, **given)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    outcomes = [json.loads(line)["details"].get("outcome") for line in lines]
+    assert [*filter(None, outcomes)] == [counted]
