@@ -16,9 +16,12 @@ from flaxckpt._util import humanize
 
 
 class RunVerdict(NamedTuple):
-    """A judgement of a run in a sentence; `idle` without steps."""
+    """A judgement of a run in a sentence.
 
-    state: Literal["good", "bad", "idle"]
+    Its state is `good` only if every byte was read; `idle` without steps.
+    """
+
+    state: Literal["good", "unverified", "bad", "idle"]
     text: str
 
 
@@ -43,8 +46,10 @@ def judge(report: Report) -> RunVerdict:
     found = [*_describe_damage(report), *_describe_failure(report)]
     if (diverged := find_divergence(report)) is not None:
         found.insert(0, _describe_divergence(report, diverged))
+    is_verified = report.states["verified"] == len(report.integrity)
     state: Literal["good", "bad"] = "bad" if found else "good"
-    found = found or ["healthy" if report.is_run else "no damage is known"]
+    good = "healthy" if is_verified else "healthy as far as looked at"
+    found = found or [good if report.is_run else "no damage is known"]
     found += filter(None, [report.notes.get("journal")])
     if count := len(find_resumes(report)):
         times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")
@@ -56,7 +61,9 @@ def judge(report: Report) -> RunVerdict:
     text = ", ".join(found[:1] if state == "bad" else found)
     if state == "bad" and len(found) > 1:
         text += "; " + "; ".join(found[1:])
-    return RunVerdict(state, f"{text[:1].upper()}{text[1:]}.")
+    is_sure = is_verified or state == "bad"
+    text = f"{text[:1].upper()}{text[1:]}."
+    return RunVerdict(state if is_sure else "unverified", text)
 
 
 def describe_state(report: Report) -> str:

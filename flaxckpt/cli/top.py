@@ -107,7 +107,7 @@ def describe(report: Report, now: float) -> list[str]:
     from flaxckpt import _report
 
     verdict = _report.flight_recorder.judge(report)
-    sign = {"good": "●", "bad": "✖", "idle": "○"}[verdict.state]
+    sign = {"good": "●", "unverified": "●", "bad": "✖", "idle": "○"}[verdict.state]
     metrics = {
         _output.shorten_name(errors.printable(name)): points
         for name, points in list(report.metrics.items())[:_MOST_METRICS]

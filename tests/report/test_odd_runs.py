@@ -52,7 +52,7 @@ ODD = {
     "no steps": (lambda root: run_of(root, {}), "No steps yet."),
     "one step": (
         lambda root: run_of(root, {5: {"m": 1.0}}),
-        "Healthy, last 1 at step 5 (m).",
+        "Healthy as far as looked at, last 1 at step 5 (m).",
     ),
     "no metrics": (
         lambda root: run_of(root, {1: {}, 2: {}}),

@@ -178,7 +178,8 @@ def _name_group(run: str, report: Report, by: str) -> str:
     if by == "metrics":
         return ", ".join(report.metrics) or "no metrics"
     if by == "state":
-        return flight_recorder.judge(report).state
+        state = flight_recorder.judge(report).state
+        return "good" if state == "unverified" else state
     if by.startswith("tag:"):
         name = by[4:]
         return f"{name}={report.tags[name]}" if name in report.tags else f"no {name}"
