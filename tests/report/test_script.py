@@ -427,6 +427,36 @@ def test_shows_and_unfolds_layer_diverging_first(show, diverged):  # noqa: F811
     assert opened.messages == []
 
 
+def test_histograms_before_blow_up_stay_wide(show, tmp_path):  # noqa: F811
+    values = np.linspace(-1.0, 1.0, 64)
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step, factor in enumerate([1.0, 1.1, 1e4], 1):
+            layers = {"even": {"w": values * step}, "grown": {"w": values * factor}}
+            on_step(step, {"params": layers})
+    opened = show(_report.gather(tmp_path / "run", _report.ReportOptions()))
+    for layer, word in (("even", "One axis for all steps"), ("grown", "logarithmic")):
+        row = f"[data-layer='params/{layer}']"
+        opened.page.click(f"{row} > canvas")
+        canvas = opened.page.locator(f"{row} figure canvas")
+        assert word in canvas.get_attribute("data-tip")
+        # Where the first histogram has its base: how much of the width it takes.
+        painted = canvas.evaluate(
+            """(canvas) => {
+                const y = 33 * devicePixelRatio;
+                const { data } = canvas.getContext("2d")
+                    .getImageData(0, y, canvas.width, 1);
+                let count = 0;
+                for (let n = 3; n < data.length; n += 4) count += data[n] > 0;
+                return count / canvas.width;
+            }"""
+        )
+        assert painted > 0.1, layer
+    assert opened.messages == []
+
+
 LONG_LAYERS = [f"transformer_encoder_block_{n}" for n in range(3)]
 
 

@@ -845,6 +845,14 @@
     }
   }
 
+  // A blow-up would make lines of all histograms before it on an even axis: the axis is
+  // then even only around 0, for a part of the narrowest one. Returns 0 for an even axis.
+  function unitOf(rows) {
+    const widths = rows.map((row) => row[2] - row[1]).filter(Boolean);
+    const least = Math.min(...widths);
+    return Math.max(...widths) > 8 * least ? Number((least / 8).toPrecision(1)) : 0;
+  }
+
   const PITCH = 17; // of the histograms, in which they overlap
 
   function drawRidge(strip, rows) {
@@ -854,7 +862,12 @@
     if (!finite.length) return context.fillText("no finite values", 2, 20);
     const low = Math.min(...finite.map((row) => row[1]));
     const high = Math.max(...finite.map((row) => row[2]));
-    const place = (value) => 54 + (value - low) / (high - low || 1) * (width - 64);
+    const unit = unitOf(finite);
+    const bend = (value) => (unit ? Math.asinh(value / unit) : value);
+    const place = (value) => 54 + (bend(value) - bend(low)) / (bend(high) - bend(low) || 1) * (width - 64);
+    strip.canvas.dataset.tip = unit
+      ? `The widths differ much, so the axis is logarithmic, to both sides of 0: even up to ±${shortValues([unit])[0]}`
+      : "One axis for all steps; each histogram is as high as its highest bin";
     rows.forEach(([step, from, to, bins], n) => {
       const base = 18 + (n + 1) * PITCH;
       const isFinite = from !== null && to !== null;
@@ -879,6 +892,7 @@
     const [start, end] = shortValues([low, high]);
     context.fillText(start, 54, strip.height - 8);
     context.fillText(end, width - 10 - context.measureText(end).width, strip.height - 8);
+    if (unit && low < 0 && high > 0) context.fillText("0", place(0) - 3, strip.height - 8);
   }
 
   // ---- what is drawn where --------------------------------------------------------------
