@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         run_search,
         run_view,
         simulate,
+        subtrees,
     )
 
 if not TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 
 from flaxckpt import _formats, _run, _storage, _util, errors
 from flaxckpt._formats import locate
-from flaxckpt._inspect import run_view
+from flaxckpt._inspect import run_view, subtrees
+from flaxckpt._inspect.subtrees import Subtree
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -219,7 +220,7 @@ class DiskUsage:
     steps: tuple[StepUsage, ...]
     bytes: int | None
     shown: str | None
-    subtrees: tuple[_run.disk_usage.Subtree, ...]
+    subtrees: tuple[Subtree, ...]
 
 
 def disk_usage(
@@ -247,6 +248,6 @@ def disk_usage(
     if not steps:
         return DiskUsage(str(root), steps, total, None, ())
     described = locate.read_metadata(root, step, step_format=step_format)
-    trees = _run.disk_usage.subtrees(described.leaves)
+    trees = subtrees.subtrees(described.leaves)
     shown = [tree for tree in trees if tree.depth <= depth]
     return DiskUsage(str(root), steps, total, described.path, tuple(shown))

@@ -18,8 +18,8 @@ from flaxckpt._inspect import best_step
 from flaxckpt._inspect.dataset_positions import Position
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
+from flaxckpt._inspect.subtrees import Subtree
 from flaxckpt._report.parts import Copy, Part
-from flaxckpt._run.disk_usage import Subtree
 from flaxckpt._steps.event import Event
 
 if TYPE_CHECKING:  # it imports numpy, which only a comparison needs

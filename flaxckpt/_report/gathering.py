@@ -110,7 +110,7 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
             ranked.setdefault(policy.metric, []).append(policy)
     history = _inspect.history.of_events(events, listing)
     infos = {} if metadata is None else metadata.leaves
-    trees = _run.disk_usage.subtrees(infos) if infos else []
+    trees = _inspect.subtrees.subtrees(infos) if infos else []
     repeated = parts.find(trees) if trees else ()
     rest = parts.without(trees, repeated)
     report = Report(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from flaxckpt import _state
-from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._inspect.subtrees import Subtree
 from flaxckpt._types import LeafPath
 
 _AVERAGES = frozenset(("ema", "ema_params", "params_ema", "target_params"))

@@ -16,7 +16,7 @@ from flaxckpt.cli._parameters import Argument, Option
 if TYPE_CHECKING:
     from flaxckpt._formats.reader import CheckpointMetadata
     from flaxckpt._inspect.leaf_statistics import LeafStatistics
-    from flaxckpt._run.disk_usage import Subtree
+    from flaxckpt._inspect.subtrees import Subtree
 
 _ROWS_AT_ONCE = 100
 _BAR = 40
@@ -61,7 +61,7 @@ def show(
       flaxckpt show runs/7 params/dense/kernel
       flaxckpt show runs/7 best params/dense/kernel
     """
-    from flaxckpt import _inspect, _run, _state
+    from flaxckpt import _inspect, _state
     from flaxckpt._formats import locate
 
     leaf, step = _choose(path, [w for w in (first, leaf) if w], step, step_format)
@@ -74,9 +74,9 @@ def show(
         statistics = _inspect.leaf_statistics.leaf_statistics(path, leaf, step=step)
         _show_leaf(statistics, json)
         return _app.SUCCESS
-    trees = _run.disk_usage.subtrees(metadata.leaves, below=leaf or "")
+    trees = _inspect.subtrees.subtrees(metadata.leaves, below=leaf or "")
     if not trees:
-        missing = _run.disk_usage.missing_path(metadata, leaf or "")
+        missing = _inspect.subtrees.missing_path(metadata, leaf or "")
         raise errors.OptionError(missing)
     if json:
         structure = _state.treedef.to_json(stored.structure)
@@ -86,7 +86,7 @@ def show(
     if leaf is None:
         _show_head(metadata)
     _show_damage(metadata)
-    shown = _run.disk_usage.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
+    shown = _inspect.subtrees.shown(trees, depth=depth, rows=_ROWS_AT_ONCE)
     _show_tree(shown)
     if hidden := len(trees) - len(shown):
         deeper = max(tree.depth for tree in trees) - trees[0].depth
@@ -102,7 +102,7 @@ def _choose(
     A single word that could be either is a leaf if the newest step has it. Raises
     OptionError if the first of two words is not a step, or there are two steps.
     """
-    from flaxckpt import _run
+    from flaxckpt import _inspect
     from flaxckpt._formats import locate
 
     named = _step_names.parse(words[0]) if words else None
@@ -117,7 +117,7 @@ def _choose(
         ):  # of the newest, not of `named`
             located = locate.locate(path, step_format=step_format, warn=False)
             leaves = locate.read_metadata(located.path).leaves
-            if _run.disk_usage.subtrees(leaves, below=words[0]):
+            if _inspect.subtrees.subtrees(leaves, below=words[0]):
                 return words[0], step
     number = _step_names.resolve(path, named, step_format)
     return (words[1] if len(words) == 2 else None), number

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 import flaxckpt
 from examples import report as examples_report
 from flaxckpt import _report, errors
-from flaxckpt._inspect import history
+from flaxckpt._inspect import history, subtrees
 from flaxckpt._inspect.history import SavedStep
 from flaxckpt._report.data import MetricValue
-from flaxckpt._run import disk_usage as run_disk_usage
 from flaxckpt._state.leaf import LeafInfo
 from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import markers as steps_markers
@@ -724,7 +723,7 @@ def test_parts_add_up_for_any_tree(sizes):
         for path, size in sizes.items()
         if not any(other.startswith(f"{path}/") for other in sizes)
     }
-    found = _report.parts.divide(run_disk_usage.subtrees(leaves))
+    found = _report.parts.divide(subtrees.subtrees(leaves))
     assert sum(p.leaves for p in found) == len(leaves)
     assert sum(p.bytes for p in found) == sum(
         math.prod(info.shape) for info in leaves.values()
@@ -863,7 +862,7 @@ def test_groups_ten_thousand_leaves_into_few_parts(tmp_path):
         )
         for n in range(10_000)
     }
-    found = _report.parts.divide(run_disk_usage.subtrees(leaves))
+    found = _report.parts.divide(subtrees.subtrees(leaves))
     assert len(found) <= 60
     assert sum(part.leaves for part in found) == 10_000
     assert sum(part.bytes for part in found) == 55_000

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flaxckpt import _run
+from flaxckpt import _inspect
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._inspect.run_search import Location
-from flaxckpt._run.disk_usage import Subtree
+from flaxckpt._inspect.subtrees import Subtree
 from flaxckpt._types import LeafPath
 
 _MOST_OPEN = 6
@@ -72,7 +72,7 @@ class OpenCheckpoints:
 
 def _open(place: Location, step: int | None) -> OpenCheckpoint:
     stored = locate.open_checkpoint(place.path, step, types=None)
-    trees = _run.disk_usage.subtrees(stored.metadata.leaves)
+    trees = _inspect.subtrees.subtrees(stored.metadata.leaves)
     leaves = {tree.path: tree for tree in trees if tree.info is not None}
     return OpenCheckpoint(place, step, stored, trees[0], leaves, _children(trees))
 
