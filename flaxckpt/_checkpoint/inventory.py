@@ -58,7 +58,7 @@ def make(manifest: Manifest, deleted: Collection[str] = ()) -> Inventory:
     files = {_formats.orbax_json.MANIFEST: StoredFile(_formats.orbax_json.MANIFEST)}
     leaves: dict[str | None, tuple[LeafPath, ...]] = {None: ()}
     unlisted: dict[str, int] = {}
-    for item, infos in items.split(manifest.infos).items():
+    for item, infos in manifest.parts.items():
         arrays = [info for info in infos if info.dtype is not None]
         leaves[item] = tuple([info.path for info in arrays])
         if item in deleted or not arrays:

@@ -127,7 +127,7 @@ def _read_native(
         raise errors.DamagedCheckpointError(
             f"{file} is not a manifest: {errors.printable(errors.one_line(error, 200))}"
         ) from None
-    digests, parts = manifest.digests, manifest.items.split(manifest.infos)
+    digests, parts = manifest.digests, manifest.parts
     deleted = _steps.markers.deleted_items(names)
     present = {item: leaves for item, leaves in parts.items() if item not in deleted}
     table, damaged = _read_items(path, present, manifest, is_alone=len(parts) == 1)

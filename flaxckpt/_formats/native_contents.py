@@ -66,7 +66,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
     manifest = contents.manifest
     if not contents.is_item:
         files[items.CHECKPOINT] = _checkpoint_metadata(contents)
-    for item, leaves in manifest.items.split(manifest.infos).items():
+    for item, leaves in manifest.parts.items():
         root = items.prefix(item)
         tree = orbax_files.tree_files(
             [
@@ -169,7 +169,8 @@ def seal(
     if contents.manifest.zarr_version == 2:
         recorded |= _digests_of_files(root, sizes)
     with _trial_parse(orbax_json.MANIFEST) as parse:
-        manifest = contents.manifest._replace(
+        manifest = dataclasses.replace(
+            contents.manifest,
             json=tuple(contents.json),
             has_metrics=bool(contents.metrics),
             digests=recorded,

@@ -6,8 +6,7 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from flaxckpt import _state, _zarr, errors
 from flaxckpt._formats import native_checksums, orbax_files, orbax_json
@@ -31,8 +30,9 @@ _check_dtype = functools.cache(_state.dtypes.check)
 _SCALARS = frozenset((*orbax_files.PYTHON_OF_KIND.values(), "numpy.generic"))
 
 
-class Manifest(NamedTuple):
-    """The contents of a manifest.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of a manifest; raises ValueError if a leaf is in no item.
 
     Attributes:
         encoding: Encoding of the chunks; None if not recorded.
@@ -45,22 +45,29 @@ class Manifest(NamedTuple):
         files: Files of databases, without trees -> bytes; None if not recorded.
         checksums: Leaf path -> checksums of its chunks and their segments.
         unknown_types: Classes in `structure` that become plain dicts or lists.
+        parts: Item -> its leaves.
     """
 
     infos: Sequence[LeafInfo]
     structure: _state.tree.Node | LeafPath
     encoding: Encoding | None
-    items: Items = Items()
+    items: Items = dataclasses.field(default_factory=Items)
     step: int | None = None
     lineage: tuple[Lineage, ...] = ()
     transforms: tuple[str, ...] = ()
     json: tuple[str, ...] = ()
     has_metrics: bool = False
     ocdbt: bool = True
-    digests: Mapping[str, str] = MappingProxyType({})
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     files: Mapping[str, int] | None = None
-    checksums: Mapping[LeafPath, ChunkChecksums] = MappingProxyType({})
+    checksums: Mapping[LeafPath, ChunkChecksums] = dataclasses.field(
+        default_factory=dict
+    )
     unknown_types: frozenset[str] = frozenset()
+    parts: Mapping[str, Sequence[LeafInfo]] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", self.items.split(self.infos))
 
     @property
     def zarr_version(self) -> int:
@@ -107,7 +114,6 @@ class Manifest(NamedTuple):
         unknown: set[str] = set()
         infos, structure = state or parse_state(data, resolve, unknown)
         items = _parse_items(data["items"]) if "items" in data else Items()
-        items.split(infos)  # raises if a leaf is in no item
         encoding = _parse_encoding(data["encoding"]) if "encoding" in data else None
         return cls(
             infos,
