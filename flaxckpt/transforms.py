@@ -1,12 +1,10 @@
 """Transforms: changes to the leaves between a state and its checkpoint.
 
-A transform maps a leaf table to a new leaf table. It changes names and infos; the
-values are computed during the save or restore. Its effect is therefore known, and shown
-by `plan`, before any data is read.
+A transform maps a leaf table to a new leaf table: names and infos, so `plan` shows its
+effect before any data is read. Values are computed during the save or restore.
 
 A change to a parameter also applies to its moments, wherever they are in the optimizer.
-Moments of another shape than the parameter that cannot be changed are left out, and are
-initialised on restore.
+Moments of another shape that cannot be changed are initialised on restore.
 """
 
 from __future__ import annotations

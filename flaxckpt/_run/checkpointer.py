@@ -253,8 +253,7 @@ class Checkpointer(Closing):
                 two newer steps. A policy such as `BestN` may still keep the step.
 
         Returns:
-            A handle; its `wait()` returns when the step is durable, in `staging` if
-            set; see `SaveResult.tier`.
+            A handle; its `wait()` returns when the step is durable; see `SaveResult`.
 
         Raises:
             CheckpointExistsError: The step exists and `on_exists` is "error", or its
@@ -284,21 +283,17 @@ class Checkpointer(Closing):
 
         For short notice, with no time to save the whole state. The result is not a
         step: `restore` and policies ignore it. Replaces the previous such save.
-
-        Returns:
-            The path, for `load(path, …)` or `source=path`. None without a save if the
-            state has no optimizer.
+        Returns the path, for `load(path, …)` or `source=path`; None, without a save,
+        if the state has no optimizer.
         """
         number = _steps.names.check(step)
         self._session.check_writable("save")
         return self._saves.save_params_only(number, state)
 
     def wait(self) -> SaveResult | None:
-        """Waits for the save in progress.
+        """Waits for the save in progress, and returns its result.
 
-        Returns:
-            The result of the save; None without a save, if cancelled, or if already
-            returned.
+        None without a save, if cancelled, or if already returned.
 
         Raises:
             CheckpointError: The save failed.
@@ -589,16 +584,11 @@ class Checkpointer(Closing):
         return self._ended.explain_all(self._session.rules())
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps and dataset states that no policy keeps.
+        """Deletes the steps and dataset states that no policy keeps; returns the steps.
 
-        Before the first deletion, verifies the whole newest step.
-
-        Args:
-            dry_run: True to only return the steps, those without reasons in `explain`.
-                The newest step is not verified: only the sizes of its files are.
-
-        Returns:
-            The deleted steps, or the steps to delete with `dry_run`.
+        Before the first deletion, verifies the whole newest step. With `dry_run`, only
+        returns the steps, which are those without reasons in `explain`, and compares
+        only the sizes of the newest step's files.
 
         Raises:
             SaveFailedError: The newest step is damaged or unreadable; older steps stay.
@@ -613,10 +603,8 @@ class Checkpointer(Closing):
     def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step, even a pinned one, or an item of a step.
 
-        Args:
-            step: The step.
-            item: An item to delete instead of the step; others must remain. A missing
-                item is recorded as deleted, and no longer counts as damage.
+        Other items must remain. A missing item is recorded as deleted, and no longer
+        counts as damage.
 
         Raises:
             CheckpointNotFoundError: The step or the item does not exist.
@@ -706,11 +694,7 @@ def _check_layout_of_parts(run: run_steps.RunSteps, layout: ArrayLayout) -> None
 def _choose_action(
     on_exists: Literal["error", "skip", "overwrite"] | None, overwrite: bool | None
 ) -> Literal["error", "skip", "overwrite"]:
-    """Returns the action for an existing step, from the two arguments that set it.
-
-    Raises:
-        OptionError: The arguments are invalid, or contradict each other.
-    """
+    """Returns the action; OptionError if the two arguments contradict each other."""
     if overwrite is not None:
         _util.arguments.check_choice("overwrite", overwrite, (True, False))
     if on_exists is None:
@@ -738,8 +722,7 @@ def resume(
 ) -> tuple[PyTree, int]:
     """Restores the newest undamaged step whole, for a run that continues.
 
-    See `Checkpointer.restore`, and `CheckpointCallback.restore_or_init` for `unused`.
-    Returns the state and the step.
+    Returns the state and the step. See `CheckpointCallback.restore_or_init`.
     """
     options = RestoreOptions(purpose="resume", unused=unused)
     return checkpointer._restore_latest(state, options, dataset)

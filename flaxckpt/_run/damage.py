@@ -17,8 +17,7 @@ _log = logging.getLogger(__name__)
 def update_marker(path: Path, report: VerifyReport, events: Stream) -> None:
     """Marks a step whose state is proved to be damaged; unmarks one that is good.
 
-    A step whose state can be read gets no marker: its metrics may be damaged. Reads a
-    damaged step once more: a disk or a network may fail for a moment. Raises
+    Reads a damaged step once more: a disk or a network may fail for a moment. Raises
     SaveFailedError if the marker cannot be written or removed.
     """
     try:
@@ -40,11 +39,7 @@ def mark(
     events: Stream,
     leaves: Collection[LeafPath] | None = None,
 ) -> None:
-    """Marks a step as damaged.
-
-    `reason` is the proved damage; without one, the step is not marked. `leaves` are the
-    damaged leaves, if known.
-    """
+    """Marks a step as damaged if `reason` proves it, and `leaves` as damaged."""
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return

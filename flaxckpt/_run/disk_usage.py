@@ -22,10 +22,7 @@ FileId = tuple[int, int]
 
 
 def on_disk(path: Path, counted: set[FileId]) -> Usage | None:
-    """Returns the size of the files at `path`, without links; None in object stores.
-
-    Adds them to the files already `counted`.
-    """
+    """Returns the sizes of files, and adds them to `counted`; None in object stores."""
     if _storage.of(path).costs_requests:
         return None
     sizes: dict[FileId, int] = {}

@@ -24,11 +24,9 @@ def add_metrics(
     *,
     over_damage: bool = False,
 ) -> dict[str, float]:
-    """Adds metrics to the step `path`; locks the file against other processes.
+    """Adds metrics to the step `path`, under a lock; returns them with joined names.
 
-    `step` is None if its name is in another format. With `over_damage`, `metrics` are
-    all that the step has, and replace what is damaged there. Returns the added metrics,
-    with nested names joined by `/`.
+    With `over_damage`, `metrics` are all that the step has: they replace damaged ones.
     """
     added = run_metrics.as_metrics(metrics)
     with (
@@ -56,10 +54,7 @@ def add_metrics(
 def write_run_metadata(
     directory: Path, metadata: Mapping[str, JSON], mode: int | None
 ) -> None:
-    """Replaces the run metadata in `directory`, with the mode of `directory`'s files.
-
-    Raises SaveFailedError if the metadata cannot be written.
-    """
+    """Replaces the run's metadata; raises SaveFailedError if it cannot be written."""
     try:
         _formats.native_metadata.write_run_metadata(directory, metadata, mode=mode)
     except (OSError, ValueError) as error:
@@ -116,12 +111,7 @@ def delete(path: Path) -> None:
 
 
 def delete_item(path: Path, item: str) -> None:
-    """Deletes an item of the step `path`, unless a reader holds a lease.
-
-    A missing item is only recorded as deleted, so that it no longer counts as damage.
-    Raises CheckpointNotFoundError if the step has no such item; OptionError if the step
-    would have no item with arrays, or the item is of an unknown kind.
-    """
+    """Deletes an item of the step `path`; see `Checkpointer.delete`."""
     stored = locate.read_stored(path, None)
     _check_deletable(path, item, stored)
     with _change(path, "delete an item of"):

@@ -1,8 +1,7 @@
 """The events of a run, delivered once to sinks and to a journal.
 
-The thread of an event writes the journal. Sinks are functions, and loggers recognised
-by their methods. They are called on the thread of the user: loggers and their runs
-often belong to the thread that made them.
+The thread of an event writes the journal. Sinks are called on the thread of the user:
+loggers and their runs often belong to the thread that made them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ of an `Event`."""
 
 
 class Stream:
-    """The events of a run, whose default path is `path`.
-
-    Process 0 appends each event to `journal` as a line of JSON; None for no journal.
-    The mode of the journal follows from `mode`, that of directories; None for the
-    umask's.
-    """
+    """The events of a run at `path`; process 0 appends each to the journal, if any."""
 
     def __init__(
         self, path: Path, journal: Path | None, mode: int | None = None
@@ -57,11 +51,7 @@ class Stream:
         path: Path | str | None = None,
         **details: Any,
     ) -> None:
-        """Records an event, on any thread; never raises.
-
-        The path is by default the run directory's. Converts `details` that are no JSON
-        to text.
-        """
+        """Records an event, on any thread; never raises. Other details become text."""
         self._add(kind, step, path, details, in_journal_only=False)
 
     def record(self, kind: Kind, **details: Any) -> bool:
@@ -94,10 +84,7 @@ class Stream:
         return True
 
     def subscribe(self, sink: Sink) -> bool:
-        """Adds a sink for all later events; returns True unless already added.
-
-        Raises OptionError if `sink` is not a sink.
-        """
+        """Adds a sink; returns True unless already added, OptionError if it is none."""
         receiver = _Receiver(sink)
         is_new = not any(_is_same(sink, known.sink) for known in self._sinks)
         if is_new:
@@ -111,9 +98,8 @@ class Stream:
     def deliver(self, step: int | None = None) -> None:
         """Delivers pending events to the sinks, on the thread of the caller.
 
-        Exceptions of sinks are logged, once per sink. `step` is the current step of the
-        caller, used as the step of scalars: some loggers drop scalars of earlier steps.
-        By default the step of the event, or the last step of the caller if later.
+        Logs the first exception of each sink. Scalars get the caller's `step`: some
+        loggers drop scalars of earlier steps.
         """
         if step is not None:
             self._caller_step = step

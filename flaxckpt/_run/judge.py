@@ -20,15 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rules(NamedTuple):
-    """Rules of retention.
-
-    Attributes:
-        keep: Policies for steps; a step stays if any policy keeps it.
-        keep_items: Item -> policies for the item in the steps that stay; items without
-            policies stay.
-        metrics_from: Returns metrics of steps measured elsewhere; None for none.
-        items: The items with arrays, and the item of the dataset.
-    """
+    """Rules of retention: policies for steps, and for items in the steps that stay."""
 
     keep: tuple[PreservationPolicy, ...] = ()
     keep_items: Mapping[str, tuple[PreservationPolicy, ...]] = MappingProxyType({})
@@ -86,13 +78,7 @@ class Rules(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """What policies would keep and delete.
-
-    Attributes:
-        reasons: Step -> the reasons of the policies to keep it.
-        doomed: The steps to delete.
-        items: The items to delete from steps that stay: step and item.
-    """
+    """What policies keep, with their reasons, and delete: steps, and items of steps."""
 
     reasons: dict[int, list[str]]
     doomed: list[int]
@@ -105,12 +91,9 @@ class _Choice(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The steps of a directory, with the reasons to keep them.
+    """The steps of a directory, with the reasons to keep them and their known damage.
 
-    Attributes:
-        reasons: Listed step -> the reasons to keep it, ascending; empty if it is to go.
-        damage: Step -> its known damage.
-        best: Metric that a policy ranks steps by -> the best step that counts.
+    `best` is, for each metric that a policy ranks by, the best step that counts.
     """
 
     reasons: dict[int, list[str]]
@@ -119,14 +102,9 @@ class Explained(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What stays in a directory, and why.
+    """What stays in a directory and why; `damage` is of steps that do not count.
 
-    Attributes:
-        reasons: Step -> the reasons to keep it, ascending.
-        doomed: The steps to delete, ascending.
-        items: The items to delete from steps that stay: step and item.
-        damage: Step that does not count -> what its files lack.
-        newest_damage: The same of the newest step, if it keeps others from deletion.
+    `newest_damage` is that of the newest step, if it keeps others from deletion.
     """
 
     reasons: dict[int, list[str]]
@@ -149,10 +127,7 @@ def _find_foreign(path: Path) -> list[str]:
 
 
 class Judge:
-    """Decides which steps of a directory stay; changes nothing.
-
-    Remembers the steps that were whole, and what it has warned of.
-    """
+    """Decides which steps stay, and remembers whole steps; changes nothing."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -205,13 +180,10 @@ class Judge:
     ) -> Judged:
         """Decides what stays, by steps that are whole as far as their files show.
 
-        A step that a policy keeps is looked at before anything is deleted. If nothing
-        is deleted, only the newest step and the best steps are. If files are missing,
-        the step does not count, and stays.
-
-        `steps` are those without a marker of damage. `just_saved` stays this time, and
-        is looked at elsewhere; without it, steps that were whole before are looked at
-        again.
+        A step that a policy keeps is looked at before anything is deleted; if nothing
+        is, only the newest and the best steps are. A step without all files does not
+        count, and stays. `just_saved` stays this time, and is looked at elsewhere;
+        without it, steps that were whole before are looked at again.
         """
         rules = rules or self._rules
         damage = {
@@ -301,9 +273,8 @@ class Judge:
     ) -> set[int]:
         """Returns the steps of `unseen` to look at before the deletions of `choice`.
 
-        A step that was whole is looked at again if less would be deleted without it:
-        to look again at hundreds of kept steps would take longer than a save. `choose`
-        decides without some steps; those of `absent` did not count.
+        A step that was whole is looked at again only if less would be deleted without
+        it: to look at hundreds of kept steps would take longer than a save.
         """
         if not choice.deleted:
             return set()
@@ -348,10 +319,7 @@ class Judge:
         return sorted(doomed)
 
     def remember_whole(self, path: Path, step: int) -> None:
-        """Checks the names and sizes of a step's files, and remembers that it is whole.
-
-        Raises DamagedCheckpointError as of `completeness.check`.
-        """
+        """Remembers a step as whole, or raises an error of `completeness.check`."""
         self._whole[path] = _checkpoint.completeness.check(path, step)
 
     def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:

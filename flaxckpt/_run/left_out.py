@@ -1,7 +1,4 @@
-"""Checkpoints in the directory of a run that are none of its steps.
-
-A run that began anew beside them would lose its training without a word.
-"""
+"""Checkpoints in a run directory that are no steps: a new run would lose them."""
 
 from __future__ import annotations
 

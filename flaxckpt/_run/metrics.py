@@ -73,8 +73,8 @@ def parse_by_step(by_step: object) -> dict[int, dict[str, float]]:
 def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Returns a flat dict of metrics, with nested names joined by `/`.
 
-    Raises OptionError if `metrics` is not a mapping, a metric is not a single number,
-    two metrics have the same name, or the JSON exceeds the limit of readers.
+    Raises OptionError for a metric that is not a single number, for equal names, and if
+    the JSON exceeds the limit of readers.
     """
     if not isinstance(metrics, Mapping | None):
         raise errors.OptionError(

@@ -35,13 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """The result of a restore.
-
-    Attributes:
-        step: The number of the step.
-        state: The restored state.
-        lineage: The recorded lineage of the step.
-    """
+    """A restored step, with its state and recorded lineage."""
 
     step: int
     state: PyTree
@@ -61,18 +55,7 @@ _Marked: TypeAlias = dict[int, str]
 
 
 class Restores:
-    """Restores steps of a run.
-
-    Args:
-        run: The existing steps of the run.
-        transforms: The transforms of the run at its saves.
-        processes: The processes that restore together.
-        wait: Waits for the save in progress.
-        read_only: True to leave damaged steps unmarked.
-        max_concurrent_bytes: Bytes read at a time.
-        read_once: True if a single process reads each part that several processes
-            need.
-    """
+    """Restores steps of a run, together with other processes; see `Checkpointer`."""
 
     def __init__(
         self,
@@ -126,10 +109,7 @@ class Restores:
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> tuple[PyTree, tuple[Lineage, ...], int]:
-        """Returns the state of another checkpoint, its lineage, and its step.
-
-        With `optimizer="reinit"`, step counters beside optimizers keep their values.
-        """
+        """Returns another checkpoint's state, lineage and step; see `load_source`."""
         options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")
@@ -166,12 +146,7 @@ class Restores:
     def _agree_on_steps(
         self, step: int | None
     ) -> tuple[list[tuple[int, Path]], _Marked]:
-        """Returns the steps to restore, as seen by process 0.
-
-        Returns:
-            The steps and their paths, best first; and newer steps marked as damaged,
-            newest first.
-        """
+        """Returns the steps that process 0 sees, best first, and newer damaged ones."""
         what = "the newest step" if step is None else f"step {step}"
         operation = self._processes.begin("find", what)
         with _distributed.agreement.closing(
@@ -206,10 +181,7 @@ class Restores:
     def _agree_on_parts(
         self, operation: _distributed.operation.Operation | None, step: int | None
     ) -> list[tuple[int, Path]]:
-        """Returns the steps of which the processes and the run directory have all.
-
-        Raises CheckpointNotFoundError if there are none, or not this one.
-        """
+        """Returns the whole steps; raises CheckpointNotFoundError without any."""
         assert self._run.part_tier is not None
         found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
         if _util.job.is_first() and not self._read_only:
@@ -307,10 +279,7 @@ class Restores:
         request: _Request,
         marked: Sequence[int],
     ) -> Restored:
-        """Restores the first undamaged step of `candidates`, which are best first.
-
-        `marked` are newer steps marked as damaged.
-        """
+        """Restores the first undamaged candidate; `marked` are newer damaged steps."""
         first: errors.DamagedCheckpointError | None = None
         left_out: list[tuple[int, Path]] = []
         for number, path in candidates:
@@ -387,10 +356,8 @@ class Restores:
     ) -> tuple[Stored, PyTree]:
         """Restores a step; calls `has_read` when the whole step is in memory.
 
-        Raises:
-            DamagedCheckpointError: The step is damaged or unreadable.
-            OutOfMemoryError: The step is whole, and larger than the free memory.
-            CheckpointError: The step does not match the request.
+        Raises DamagedCheckpointError for a damaged step, and OutOfMemoryError for one
+        that is whole, and larger than the free memory.
         """
         tier = self._run.part_tier
         try:
@@ -483,7 +450,7 @@ class Restores:
         """Marks steps proved to be damaged, and unmarks a step proved to be good.
 
         Reads each step once more: a disk or a network may fail for a moment. Of a step
-        in parts, each process reads what it has; damage of any is marked at all.
+        in parts, damage that any process finds counts.
         """
         if self._read_only:
             return

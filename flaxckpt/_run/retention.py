@@ -27,14 +27,9 @@ _MANY_STEPS = 3
 
 
 class _Decision(NamedTuple):
-    """A decision of retention.
+    """A decision of retention: the steps and items to delete, and known damage.
 
-    Attributes:
-        damage: Steps that policies would keep -> what their files lack.
-        doomed: The steps to delete.
-        items: The items to delete from steps that stay: step and item.
-        saves: The identity of the save of each step to delete, or with an item to
-            delete: another job may replace the step meanwhile.
+    `saves` identifies the saves of these steps: another job may replace one meanwhile.
     """
 
     steps: Mapping[int, run_index.RunStep]
@@ -74,10 +69,7 @@ class Retention:
         return bool(self.judge.find_reasons(self.rules.keep, steps).get(step))
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first.
-
-        Steps without reasons are to be deleted. By default by the rules of this object.
-        """
+        """Returns the reasons for each step, oldest first; without any, it is to go."""
         return self.judge.explain(self.index.read(), rules).reasons
 
     # ---- deletions -----------------------------------------------------------
@@ -90,9 +82,9 @@ class Retention:
     ) -> tuple[int, ...]:
         """Deletes the steps and items that no policy keeps; returns the deleted steps.
 
-        Before the first deletion, checks that the files of the step just saved are
-        complete, and raises SaveFailedError if not; without such a step, verifies every
-        byte of the newest step. Failed deletions are logged, and tried again next time.
+        Checks the files of `just_saved` first, and raises SaveFailedError if any are
+        missing; without it, verifies every byte of the newest step. Logs failed
+        deletions, and tries them again next time.
 
         `just_saved` stays this time: if retention cannot decide then, it logs the error
         and deletes nothing. While `is_awaited` returns True, a caller waits for the
@@ -129,10 +121,7 @@ class Retention:
         return deleted
 
     def decide(self, just_saved: int | None = None) -> _Decision:
-        """Returns what `delete_unkept` would delete now.
-
-        Raises SaveFailedError if the newest step is damaged.
-        """
+        """Returns what to delete; raises SaveFailedError if the newest is damaged."""
         steps = self.index.listed()
         if not self._may_delete(steps):
             steps = {}
@@ -204,7 +193,7 @@ class Retention:
             self._attempt(what, delete)
 
     def _warn_of_missing_metrics(self, decision: _Decision) -> None:
-        """Warns, once per policy, if no step has the metric of a `BestN` policy.
+        """Warns once per `BestN` whose metric is missing, though steps have others.
 
         If no step has any metrics, warns only if there are several steps: metrics may
         be added later.
@@ -297,10 +286,7 @@ class Retention:
 
 
 def _deadline(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
-    """Returns a function that returns True to stop; call before each deletion.
-
-    Two deletions are always allowed, as each save adds a single step.
-    """
+    """Returns a function that returns True to stop; it allows two deletions always."""
     end = time.monotonic() + _DELETING_SECS
     calls = itertools.count()
 

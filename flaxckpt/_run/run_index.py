@@ -1,7 +1,6 @@
 """The steps of a directory, as one table that all readers of a run share.
 
-Retention, restores, lists and reports read the same rows, so they cannot disagree about
-which steps there are, and which of them are damaged.
+Retention, restores, lists and reports read the same rows, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ class RunStep:
     """A present or former step, as it was listed; its files are read on demand.
 
     Policies read its `step`, `metrics`, `created` and `temporary`. Metrics `elsewhere`
-    were measured outside of its files.
-
-    Attributes:
-        is_marked: True for a step with the marker of damage, which lists leave out.
-        is_doubtful: True if a policy asked for metrics that could not be read.
-        stamps: The files that policies have read, as they were then.
+    were measured outside of its files; `stamps` are of the files that policies read.
     """
 
     def __init__(
@@ -56,8 +50,7 @@ class RunStep:
     def damage(self) -> str | None:
         """The damage known without a look at arrays; None for a whole step.
 
-        Of a marked step, the reason in its marker. Of any other, why it is not
-        recognised as a checkpoint: it may be unreadable at present.
+        Also why a step is not recognised as a checkpoint: it may be unreadable now.
         """
         if self.is_marked:
             return _steps.markers.damage_reason(self.path)
@@ -108,10 +101,7 @@ class RunStep:
 
 
 class _Values:
-    """The metrics and times of steps, until their files change.
-
-    `number` returns the step that metrics must be of; None for any.
-    """
+    """The metrics and times of steps, by step `number`, until their files change."""
 
     def __init__(self, number: _steps.names.Number) -> None:
         self.metrics = run_metrics.FileCache(
@@ -133,10 +123,7 @@ def _read_created(path: Path) -> float:
 
 
 class RunIndex:
-    """Lists the steps of a directory; remembers their metrics and times.
-
-    `metrics_from` returns metrics of steps measured elsewhere; None for none.
-    """
+    """Lists the steps of a directory; remembers their metrics and times."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The steps of a run without a staging directory.
-
-`staging.StagedSteps` has the same methods for a run with a staging directory.
-"""
+"""The steps of a run without a staging directory; `staging` has those with one."""
 
 from __future__ import annotations
 
@@ -24,23 +21,9 @@ Tier = Literal["directory", "staging"]
 
 
 class RunSteps:
-    """Finds, keeps and deletes the steps of a run.
+    """Finds, keeps and deletes the steps of a run, which are saved in `saves_in`.
 
-    Args:
-        directory: The run directory.
-        rules: Rules of retention.
-        step_format: Format of the names of steps.
-        read_only: True to write no journal.
-        mode: Mode of new directories, from which the mode of files follows; None for
-            the umask's.
-        saves_in: The directory where steps are saved; None for `directory`.
-
-    Attributes:
-        rules: Rules of retention in the run directory.
-        retention: Retention in `saves_in`.
-        has_staging: True if steps are saved to a staging directory first.
-        is_in_parts: True if each of several processes has a staging directory.
-        part_tier: The parts of steps in the staging directories; None without.
+    `part_tier` are the parts of steps in the staging directories of several processes.
     """
 
     has_staging = False
@@ -74,10 +57,9 @@ class RunSteps:
         self._is_warned = False
 
     def make_directory(self) -> None:
-        """Makes the directory where steps are saved.
+        """Makes the directory where steps are saved, or raises SaveFailedError.
 
-        Raises OptionError if the directory, or a new step in it, is named like a file;
-        SaveFailedError if the directory cannot be made.
+        Raises OptionError if it, or a new step in it, is named like a file.
         """
         self._check_names()
         try:
@@ -159,10 +141,7 @@ class RunSteps:
         return bool(self.paths() or self.damaged_paths())
 
     def find_left_out(self, *, only_usual: bool = False) -> dict[int, Path]:
-        """Returns the checkpoints after the newest step that are no steps, ascending.
-
-        See `left_out.find`.
-        """
+        """Returns what `left_out.find` finds after the newest step."""
         latest = max(self.paths(), default=None)
         find = functools.partial(
             left_out.find, step_format=self.format, latest=latest, only_usual=only_usual
@@ -176,10 +155,7 @@ class RunSteps:
         return f"{self.directory} has {left_out.describe(found, self.format)}"
 
     def warn_of_left_out(self) -> None:
-        """Warns, once, about checkpoints after the newest step that are no steps.
-
-        Looks for them once, and as long as there are no steps: it lists the directory.
-        """
+        """Warns once about checkpoints that are no steps, which it lists once."""
         if self._is_warned or not _util.job.is_first():
             return
         found: Mapping[int, Path] = {}
@@ -196,11 +172,7 @@ class RunSteps:
         }
 
     def path(self, step: int) -> Path:
-        """Returns the path of a step, good or damaged.
-
-        Raises CheckpointNotFoundError if the step does not exist; OptionError if `step`
-        is not a valid step number.
-        """
+        """Returns the path of a step, good or damaged, or CheckpointNotFoundError."""
         step = _steps.names.check(step)
         paths = self.paths()
         if step not in paths:
@@ -306,10 +278,7 @@ class RunSteps:
     def change(
         self, step: int, act: Callable[[Path], object], *removed: str
     ) -> Path | None:
-        """Calls `act` with the path of a step, in the processes that change it.
-
-        Returns the path; None in a process that leaves the change to others.
-        """
+        """Calls `act` in the processes that change a step; others return None."""
         if not self.changes_steps:
             return None
         try:
@@ -329,10 +298,7 @@ class RunSteps:
         self.change(step, edit.unpin, _steps.markers.PIN)
 
     def make_permanent(self, step: int) -> None:
-        """Makes a temporary step permanent: only policies delete it.
-
-        Raises SaveFailedError if the marker could not be changed.
-        """
+        """Lets only policies delete a step; raises SaveFailedError if it cannot."""
         self.change(step, edit.make_permanent, _steps.markers.TEMPORARY)
 
     def delete_unkept(
@@ -355,10 +321,9 @@ class RunSteps:
         return deleted
 
     def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
-        """Deletes parts of the steps that process 0 has just deleted; logs failures.
+        """Deletes parts of steps that process 0 deleted or lacks; logs failures.
 
-        Also of those that it lacks (are not `left`), unless they are pinned or still to
-        be uploaded.
+        Pinned steps that process 0 lacks stay, and steps still to be uploaded.
         """
         for step, path in self.retention.index.paths().items():
             is_kept = _steps.markers.is_pinned(
@@ -372,10 +337,7 @@ class RunSteps:
                 _log.warning("step %d stays in %s: %s", step, self.saves_in, error)
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
-        """Returns the reasons for keeping each step, oldest first.
-
-        Steps without reasons are to be deleted. By default by the rules of this object.
-        """
+        """Returns the reasons for each step, oldest first; without any, it is to go."""
         return self.retention.explain(rules)
 
     def explain_all(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
@@ -383,10 +345,7 @@ class RunSteps:
         return judge.with_damage(self.explain(rules), self.damage_reasons())
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes the steps that no policy keeps; returns the deleted steps.
-
-        Raises SaveFailedError if the newest step is damaged.
-        """
+        """Deletes and returns unkept steps; fails if the newest is damaged."""
         return self.delete_unkept() if _util.job.is_first() else ()
 
     def delete(self, step: int) -> None:

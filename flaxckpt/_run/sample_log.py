@@ -26,11 +26,7 @@ class StepSamples(NamedTuple):
 
 
 def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
-    """Appends a line with the statistics of a step.
-
-    The mode of the file follows from `mode`, of directories; None for the umask's.
-    Raises OSError if the line cannot be written.
-    """
+    """Appends a line with the statistics of a step; raises OSError if impossible."""
     row = {
         "step": samples.step,
         "time": samples.time,
@@ -50,10 +46,7 @@ def _round(value: float) -> float | str:
 
 
 def read(root: Path) -> list[StepSamples]:
-    """Returns the statistics of the last saves of a run, in order; [] without any.
-
-    Leaves out incomplete lines, and lines of other programs.
-    """
+    """Returns the statistics of the last saves in order; leaves out damaged lines."""
     path = root / _steps.journal.STATISTICS
     try:
         lines = _storage.of(path).last_lines(path, _MAX_READ_BYTES)

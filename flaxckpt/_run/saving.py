@@ -34,19 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Saves:
-    """Saves steps of a run, and remembers its own steps.
-
-    Args:
-        run: The existing steps of the run.
-        options: Options of all saves.
-        processes: The processes that save together.
-
-    Attributes:
-        lineage: The checkpoints that the run began from.
-        params_only: The states saved without their optimizer.
-        settings: Records the settings of the run.
-        has_statistics: True to record statistics of the leaves at each save.
-    """
+    """Saves steps of a run, and remembers its own steps."""
 
     def __init__(
         self,
@@ -154,10 +142,7 @@ class Saves:
         counter: _util.progress.Counter,
         operation: _distributed.operation.Operation | None,
     ) -> SaveRequest:
-        """Returns the request with the fields that depend on the steps that exist.
-
-        Raises CheckpointExistsError if the step exists and may not be replaced.
-        """
+        """Completes a request by the existing steps, or CheckpointExistsError."""
         step, path = request.number, request.path
         is_damaged = _steps.markers.is_damaged(path)
         if is_damaged and (operation is None or operation.is_first or request.is_part):
@@ -399,14 +384,7 @@ class Saves:
         dataset: Any,
         json: Mapping[str, JSON] = MappingProxyType({}),
     ) -> int:
-        """Does the work of `save` before its return, without writing.
-
-        Returns:
-            The stored size of all arrays, in bytes.
-
-        Raises:
-            CheckpointError: As for `save`.
-        """
+        """Does the work of `save` before its return; writes nothing, returns bytes."""
         self.check_directory()
         request = self.request(0, dataset=dataset, json=json)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)
@@ -455,15 +433,7 @@ class Saves:
             self._run.events.deliver()
 
     def end(self) -> SaveResult | None:
-        """Waits for the save in progress; not on the save's own thread.
-
-        Returns:
-            The result of the save; None without a save, if cancelled, or if already
-            returned.
-
-        Raises:
-            CheckpointError: The save failed.
-        """
+        """Waits for the save, as `Checkpointer.wait`; not on the save's own thread."""
         if _util.threads.is_background():
             return None
         with self._lock.get():

@@ -1,7 +1,6 @@
-"""The settings of a run as its journal records them.
+"""The settings of a run as its journal records them, in events `configured`.
 
-A run directory has no file of settings. Its journal has an event `configured` with the
-rules of retention, so that tools outside of the run explain and apply the same rules.
+So tools outside of the run explain and apply the same rules.
 """
 
 from __future__ import annotations
@@ -52,14 +51,7 @@ class UnknownPolicy(PreservationPolicy):
 
 
 class RunSettings(NamedTuple):
-    """Recorded settings of a run.
-
-    Attributes:
-        rules: Rules of retention. Policies that only the program can evaluate are
-            `UnknownPolicy` objects.
-        step_format: Template of the names of steps.
-        callback: Arguments of the `CheckpointCallback`; empty without one.
-    """
+    """Settings that a run has recorded; `UnknownPolicy` if only it can evaluate one."""
 
     rules: judge.Rules
     step_format: str
@@ -70,11 +62,7 @@ class RunSettings(NamedTuple):
 
 
 class Recorder:
-    """Records the settings of a run before its first save, and when they change.
-
-    Attributes:
-        callback: Arguments of the `CheckpointCallback`.
-    """
+    """Records the settings of a run before its first save, and when they change."""
 
     def __init__(
         self, stream: events.Stream, rules: judge.Rules, step_format: str
@@ -131,9 +119,8 @@ def _describe(policy: PreservationPolicy) -> str:
 def read(root: Path, names: Mapping[int, str]) -> RunSettings | None:
     """Returns the last recorded settings of a run directory, or None.
 
-    A staging directory has no settings of its own. `names` has the name of each step:
-    programs with other names of steps may use the same directory; their settings do not
-    count.
+    `names` has the name of each step: settings of programs with other names, which may
+    use the same directory, do not count.
     """
     if (root / _steps.names.STAGING_OWNER).is_file():
         return None

@@ -18,11 +18,7 @@ def new_steps(
     timeout_secs: float | None,
     poll_secs: float,
 ) -> Iterator[int]:
-    """Yields each step once, of those that `listed` returns, oldest first.
-
-    Ends after `timeout_secs` without a new step; None never ends. Calls `listed` every
-    `poll_secs`. See `Checkpointer.new_steps`.
-    """
+    """Yields each step that `listed` returns, once; see `Checkpointer.new_steps`."""
     _util.arguments.check_timeout(timeout_secs)
     _util.arguments.check_not_negative("poll_secs", poll_secs)
     seen: set[int] = set()

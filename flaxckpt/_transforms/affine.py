@@ -55,8 +55,7 @@ class Affine(TableTransform):
 class _Scaling(ValueMap):
     """Multiplies parameters by a factor, and their moments by a power of it.
 
-    `guessed` are the moments of another power if the optimizer is Adamax; `left_out`
-    are those of an unknown power.
+    `guessed` moments have another power with Adamax; `left_out` have an unknown one.
     """
 
     of: Affine = dataclasses.field(kw_only=True)
@@ -109,10 +108,6 @@ def offset(pattern: str, value: float) -> TableTransform:
     computed in float32 or wider and rounded once, to the type of the state if there is
     one. The inverse is exact only if the sums need no rounding.
 
-    Args:
-        pattern: Regular expression on the whole leaf path.
-        value: The number to add.
-
     Raises:
         OptionError: `value` is not a finite number. When applied: nothing matches, or
             a leaf cannot hold the sum: an integer plus a fraction, a bool or PRNG keys.
@@ -129,13 +124,12 @@ def scale(
     scale("params/embed/embedding", 8.0)  # the model multiplies by sqrt(64) itself
     ```
 
-    Gradients change by the inverse of the factor. So do fields of optimizers that are
-    means of gradients, such as Adam's `mu`; means of squared gradients, such as `nu`,
-    change by its square. Fields that are copies of the parameters change as the
-    parameters. All other moments are left out, with a warning, and initialised again.
-    Each leaf keeps its type. Floats are computed in float32 or wider and rounded once,
-    to the type of the state if there is one. The inverse is exact if the factor is a
-    power of two and no value overflows or becomes subnormal.
+    Gradients change by the inverse of the factor. So do means of gradients, such as
+    Adam's `mu`; means of squared gradients, such as `nu`, change by its square. Copies
+    of the parameters change as the parameters. All other moments are left out, with a
+    warning, and initialised again. Types and rounding are those of `offset`. The
+    inverse is exact if the factor is a power of two and no value overflows or becomes
+    subnormal.
 
     Args:
         pattern: Regular expression on the whole leaf path.
@@ -146,8 +140,7 @@ def scale(
 
     Raises:
         OptionError: `factor` is not a finite number, or zero, or `nu` is another word.
-            When applied: nothing matches, or a leaf cannot hold the product: an integer
-            times a fraction, a bool or PRNG keys.
+            When applied: as for `offset`.
     """
     if _check_finite("factor", factor) == 0:
         raise errors.OptionError("factor must not be 0: all values would be lost")

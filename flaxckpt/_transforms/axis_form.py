@@ -42,10 +42,7 @@ class Form(AxisMap):
 
     @classmethod
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Form:
-        """Returns the form that `text` describes.
-
-        Sizes of names that it lacks are an error.
-        """
+        """Returns the form that `text` describes; `sizes` must have names in it."""
         sides = text.split("->")
         if len(sides) != 2:
             raise _bad_form(text, "it needs one arrow")
@@ -157,8 +154,7 @@ def solve_sizes(
 ) -> dict[str, int]:
     """Returns the sizes of all names in the axes of an array.
 
-    At most one name of an axis may be unknown. Raises ValueError if the shape does not
-    have these axes, or sizes do not agree.
+    An axis may have one unknown name. Raises ValueError if sizes do not agree.
     """
     rest = len(shape) - len(axes)
     if ELLIPSIS in axes and rest >= -1:

@@ -1,7 +1,4 @@
-"""Functions that keep, add or remove whole axes, and the same functions of moments.
-
-Those of one transform are beside it.
-"""
+"""Functions that keep, add or remove whole axes, and the same functions of moments."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ Origins = Sequence[int | None]
 
 
 class AxisMap(abc.ABC):
-    """A function from the values of parameters to that of a new parameter.
+    """A hashable function from the values of parameters to that of a new parameter.
 
-    It is hashable, as it is compiled once. Write `on`, too, if it changes more than the
-    order of axes: factored moments are mapped by it. `AlongAxis` has it.
+    Write `on`, too, if it changes more than the order of axes: factored moments are
+    mapped by it. `AlongAxis` has it.
     """
 
     @abc.abstractmethod
@@ -29,16 +26,12 @@ class AxisMap(abc.ABC):
 
     @abc.abstractmethod
     def origins(self, ndim: int) -> Origins | None:
-        """Returns the old axes in their new order; None if axes are split or joined.
-
-        `ndim` is the number of axes of the parameters.
-        """
+        """Returns the old axes in new order; None if they are split or joined."""
 
     def on(self, axes: Origins, ndim: int) -> AxisMap:
-        """Returns the same function for arrays with some axes of the parameters.
+        """Returns the same function for arrays with some `axes` of the parameters.
 
-        `axes` are the axes of these arrays; axes of their own come first, and stay.
-        This one is for functions that only change the order of axes.
+        Axes of their own come first, and stay. This one only changes the order.
         """
         order = (None, *(self.origins(ndim) or ()))
         return Transposed(tuple(axes.index(axis) for axis in order if axis in axes))

@@ -38,10 +38,7 @@ class TableTransform(abc.ABC):
         return self
 
     def on_restore(self) -> Transform | None:
-        """Returns the inverse for restoring a run's own saves; None if not needed.
-
-        Raises OptionError if the transform has no inverse.
-        """
+        """Returns the inverse for a run's own saves, if needed, or OptionError."""
         return self.inverse()
 
     def inverse(self) -> Transform:
@@ -173,8 +170,7 @@ def invert_for_restore(transforms: Sequence[Transform]) -> list[Transform] | Non
 def not_restored(transforms: Sequence[Transform], table: LeafTable) -> list[LeafPath]:
     """Lists the leaves that a run cannot restore from its own saves.
 
-    `table` is that of its state, with roles. If a transform has no inverse, none is
-    undone at a restore.
+    If one of the transforms has no inverse, none is undone at a restore.
     """
     undo = invert_for_restore(transforms)
     before = _trace(table)
@@ -198,10 +194,10 @@ def _is_alike(leaf: Leaf, other: Leaf) -> bool:
 def changed_in_place(
     transforms: Sequence[Transform], table: LeafTable
 ) -> list[LeafPath]:
-    """Lists the leaves with changed values but unchanged paths and shapes.
+    """Lists the leaves with new values at the same paths, in the same shapes.
 
-    Such leaves do not show if the transforms were applied or undone. Transforms that do
-    not apply to `table` are skipped.
+    They do not show if the transforms were applied or undone. Transforms that do not
+    apply to `table` are skipped.
     """
     before = _trace(table)
     return [
@@ -222,10 +218,7 @@ _SHOWN_BY_PATHS = frozenset(
 
 
 def may_change_in_place(descriptions: Iterable[str]) -> list[str]:
-    """Returns the descriptions of transforms that do not show in paths and shapes.
-
-    A state fits both what they were applied to and what they were not.
-    """
+    """Returns the descriptions of transforms that do not show in paths and shapes."""
     return [
         each for each in descriptions if each.partition("(")[0] not in _SHOWN_BY_PATHS
     ]
@@ -308,10 +301,7 @@ def match_arrays(
 
 
 class NewLeaf(NamedTuple):
-    """A leaf of the new table, at the position of the old leaf `at`.
-
-    The info of `leaf` may still have the old path.
-    """
+    """A leaf in the place of the leaf `at`; its info may still have the old path."""
 
     at: LeafPath
     path: LeafPath
@@ -321,10 +311,9 @@ class NewLeaf(NamedTuple):
 def assemble(
     table: LeafTable, gone: set[LeafPath], rows: Mapping[LeafPath, Sequence[NewLeaf]]
 ) -> LeafTable:
-    """Returns the table without the leaves in `gone`, and with the leaves in `rows`.
+    """Returns the table without `gone`, and with the new leaves in place of old ones.
 
-    `rows` are the new leaves in the place of an old leaf. Raises OptionError if two
-    leaves get the same path, or paths are invalid.
+    Raises OptionError if two leaves get the same path, or paths are invalid.
     """
     made = itertools.chain.from_iterable(rows.values())
     check_paths(row.path for row in made if row.path != row.leaf.info.path)
@@ -428,11 +417,7 @@ def keys(path: LeafPath, info: LeafInfo) -> tuple[_state.tree.Key, ...]:
 
 
 def inverse(transforms: Sequence[Transform]) -> list[Transform]:
-    """Returns the inverse transforms, in the order of application.
-
-    Raises:
-        OptionError: A transform has no inverse.
-    """
+    """Returns the inverse transforms in order; raises OptionError if one has none."""
     return undo(check(transforms))
 
 

@@ -1,7 +1,4 @@
-"""Regular expressions from files: their syntax, matched in bounded time.
-
-Python's `re` may take exponential time for a pattern such as `(a+)+`.
-"""
+"""Regular expressions from files, matched in bounded time: `re` may take forever."""
 
 from __future__ import annotations
 
@@ -37,9 +34,8 @@ class Matcher:
     def matches(self, pattern: str, text: str) -> bool:
         """Returns True if a pattern matches the beginning of a text, as `re.match`.
 
-        Raises ValueError if it is no regular expression, is too long, takes too many
-        steps, or has syntax other than groups, alternatives, repetitions, classes,
-        edges and lookaheads.
+        Raises ValueError if it is invalid, is too long, takes too many steps, or has
+        syntax other than groups, alternatives, repetitions, classes, edges, lookaheads.
         """
         if len(pattern) > _MOST_CHARS:
             raise ValueError(f"it has more than {_MOST_CHARS} characters")

@@ -248,8 +248,8 @@ def _bounds(size: int, count: int) -> tuple[int, int] | None:
 def _find_block(axes: Sequence[tuple[int, int]]) -> int:
     """Returns the size of square blocks, from sizes and numbers of blocks of axes.
 
-    Powers of two, and sizes that divide an axis evenly, come before all others. Raises
-    ValueError if there are no such blocks, or the shapes do not say which.
+    Prefers powers of two, and sizes that divide an axis. Raises ValueError if the
+    shapes do not say which.
     """
     bounds = [fitting for axis in axes if (fitting := _bounds(*axis))]
     least, most = max(low for low, _ in bounds), min(high for _, high in bounds)

@@ -1,12 +1,9 @@
 """Moments of Adafactor and SM3 when the axes of a parameter change.
 
 Adafactor keeps the mean of a parameter's squared gradients over its largest axis,
-`v_row`, and over the second largest, `v_col`. Of two equal axes, the later is the
-larger. For parameters that are not factored it keeps the full `v`. Unused fields hold
-placeholders.
-
-SM3 keeps a list for each parameter: for each axis, the maximum of the summed squared
-gradients along all other axes.
+`v_row`, and over the second largest, `v_col` (of equal axes, the later is larger), or
+the full `v`; unused fields hold placeholders. SM3 keeps a list: for each axis, the
+maximum of the summed squared gradients along all other axes.
 
 Source: `optax.scale_by_factored_rms`, `optax.scale_by_sm3`.
 """
@@ -29,20 +26,14 @@ _SM3 = ("ScaleBySM3State", "mu")
 
 
 class MirrorSource(NamedTuple):
-    """The source of a mirror after a change of its parameter's axes.
-
-    `axes` are those of the old parameter that `leaf` has; None for its own first.
-    """
+    """A leaf with the `axes` of an old parameter; None for its own first axis."""
 
     leaf: Leaf
     axes: tuple[int | None, ...]
 
 
 def has_no_axes(info: LeafInfo, shape: Shape, table: LeafTable) -> bool:
-    """Returns True for a mirror without axes of its parameter, of this shape.
-
-    Norms have none, nor do leaves of Adafactor that are unused for their parameter.
-    """
+    """Returns True for a mirror without its parameter's axes: of a norm, or unused."""
     return not info.shape or _is_placeholder(info, shape, table)
 
 
@@ -53,10 +44,9 @@ def source(
     new_shape: Sequence[int],
     table: LeafTable,
 ) -> MirrorSource | None:
-    """Returns the source of a mirror after a change of its parameter's axes, or None.
+    """Returns the source of a mirror of another shape than its parameter had, or None.
 
-    The `mirror` has another shape than its parameter, which had `shape`. `origins` are,
-    for each axis of the new parameter, the old axis, or None for a new axis.
+    `origins` are, for each axis of the new parameter, the old axis, or None.
     """
     info, role = mirror.info, mirror.info.role
     taken = [axis for axis in range(len(shape)) if axis not in origins]
@@ -106,10 +96,7 @@ def _mean(
 def _maxima_of_axis(
     info: LeafInfo, order: Sequence[int | None], table: LeafTable
 ) -> MirrorSource | None:
-    """Returns the maxima of SM3 for a place after a change of the order of axes.
-
-    `info` is of the maxima at the place before. None if the leaf is not from SM3.
-    """
+    """Returns the maxima of SM3 for a place in a new order of axes; None for others."""
     if info.role is None or (info.role.state_class, info.role.field) != _SM3:
         return None
     head, _, place = _state.tree.without_box(info.path).rpartition("/")

@@ -226,11 +226,7 @@ def _assemble(
     shape: Sequence[tuple[LeafPath, _Constant | None]],
     part_of: _LeafParts,
 ) -> LeafTable:
-    """Returns the table for the result of a function of `table`.
-
-    `shape` has the path of each leaf of the result, and the leaf if not computed;
-    `part_of` returns a computed leaf by its number.
-    """
+    """Returns the table for the result of a function, of computed leaves and others."""
     base.check_paths(path for path, _ in shape if path not in table)
     numbers = itertools.count()
     new: LeafTable = {}

@@ -1,7 +1,4 @@
-"""Transforms from texts, as on the command line and on the local page.
-
-Only `keep`, `drop`, `rename` and `cast` have texts; others need Python.
-"""
+"""Transforms from texts, as on the command line: `keep`, `drop`, `rename`, `cast`."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ def parse(
 ) -> list[Transform]:
     r"""Returns transforms in the order of the arguments.
 
-    `only` are patterns of the leaves to keep together; `rename` and `cast` have the
-    forms `a/(.*)=b/\1` and `.*=bfloat16`, as have `lossy_cast`, which change integers.
+    `rename` and `cast` have the forms `a/(.*)=b/\1` and `.*=bfloat16`.
     """
     transforms: list[Transform] = []
     if kept := [f"(?:{pattern})" for pattern in only]:

@@ -1,7 +1,4 @@
-"""Texts that tell the functions of transforms apart, in records and messages.
-
-A record that named two functions alike would let a run undo the wrong one.
-"""
+"""Texts that tell the functions of transforms apart, so that a run undoes its own."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ def name(fn: Callable[..., Any]) -> str:
 def describe(fn: Callable[..., Any]) -> str:
     """Returns the name of a function, and what tells it from others of this name.
 
-    `f.<locals>.<lambda>: lambda x: x * k, k=2`. That is the source of a lambda, and
-    the values that it, a local function or a partial one has from outside.
+    For example `f.<locals>.<lambda>: lambda x: x * k, k=2`: a lambda's source, and
+    values from outside.
     """
     detail = ", ".join(_details(fn, 0))
     if len(detail) > _LONGEST:

@@ -23,13 +23,7 @@ _FORMS = re.compile(
 
 
 class NameIndex(NamedTuple):
-    """An index in a name.
-
-    Attributes:
-        axes: The indices that a number is composed of, the slowest first; usually one.
-        words: The words that an index runs over; empty for numbers.
-        first: The number of the first part.
-    """
+    """An index in a name: one of `words`, or a number that is made of `axes`."""
 
     axes: tuple[str, ...]
     words: tuple[str, ...] = ()
@@ -74,10 +68,7 @@ class IndexedName:
         return re.compile("".join(map(_pattern_of, self.parts)))
 
     def match(self, path: LeafPath, sizes: Mapping[str, int]) -> Values | None:
-        """Returns the values of the indices in a path; None if the path is another.
-
-        A value beyond the known `sizes` does not match.
-        """
+        """Returns the values of the indices in a path; None if it is another."""
         if not path.startswith(self.beginning):
             return None
         match = self.pattern.fullmatch(path)

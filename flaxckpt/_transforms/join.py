@@ -1,8 +1,4 @@
-"""Joins leaves (`fuse`, `stack`) and splits leaves (`split`, `unstack`).
-
-`fuse` and `split` work along an existing axis, `stack` and `unstack` along a new axis.
-Mirrors of the leaves follow.
-"""
+"""Joins leaves along an axis (`fuse`) or a new one (`stack`), and splits them again."""
 
 from __future__ import annotations
 
@@ -36,11 +32,10 @@ def _join(
     fn: Callable[..., jax.Array],
     what: str,
 ) -> list[LeafRow]:
-    """Returns the row of each new leaf.
+    """Returns the row of each new leaf; `parts` are its path, a number and an old path.
 
-    `parts` are the path of the new leaf, the number of the part and its path; `numbers`
-    returns those that a new leaf requires. Raises OptionError if parts are missing, or
-    two parts have one number; lists all.
+    `numbers` returns those that a new leaf requires. Raises OptionError with all parts
+    that are missing or have the same number.
     """
     wholes: dict[LeafPath, dict[int, LeafPath]] = {}
     faults = []
@@ -191,8 +186,8 @@ def split(
         sizes: Sizes of the parts along the axis; equal by default.
 
     Raises:
-        OptionError: `pattern` is not a valid regular expression. When applied: nothing
-            matches, or a leaf cannot be split into these sizes.
+        OptionError: `pattern` is not valid. When applied: nothing matches, or a leaf
+            cannot be split into these sizes.
     """
     if not isinstance(replacements, list | tuple) or len(replacements) < 2:
         raise errors.OptionError(
@@ -396,8 +391,8 @@ def unstack(
         stop: The numbers are less than this; the axis must have as many rows.
 
     Raises:
-        OptionError: `pattern` is not a valid regular expression, or `{i}` is missing.
-            When applied: nothing matches, or a leaf does not have the axis.
+        OptionError: `pattern` is not valid, or `{i}` is missing. When applied: nothing
+            matches, or a leaf does not have the axis.
     """
     axis = _util.arguments.check_int("axis", axis)
     if INDEX not in check_replacement(pattern, replacement):

@@ -1,8 +1,5 @@
 """Merges the low-rank updates of LoRA into the weights that they adapt.
 
-An adapter is a pair of leaves beside a base leaf. PEFT, Flax NNX and Qwix (Tunix) name
-and shape them differently; `ADAPTERS` and `_delta_fn` know how.
-
 Sources: `LoraLayer` of PEFT, https://github.com/huggingface/peft, v0.21;
 `flax.nnx.LoRA`, https://github.com/google/flax, v0.12; `LoraProvider` of Qwix,
 https://github.com/google/qwix, v0.1.8.
@@ -64,11 +61,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 class _Adapter(NamedTuple):
-    """A pair of leaves that update a base leaf.
-
-    `module` is the path of the adapted module in the model; `a` has the input axes, and
-    `b` the output axes.
-    """
+    """A pair of leaves, `a` with the input axes and `b` with the output axes."""
 
     kind: _Kind
     module: str
@@ -300,9 +293,8 @@ def possible_bases(
     """Returns the possible paths of the weight of an adapter, the nearest first.
 
     A module of NNX has the weight itself, is around a module with it (`nnx.LoRA`), or
-    is in the module with it (`nnx.LoRALinear`), under any name. The last of these has
-    no other leaves than the adapter: `below` has the numbers of leaves in containers.
-    `stem` is the path of the module; of Qwix, of the weight.
+    is, without other leaves, in the module with it (`nnx.LoRALinear`): `below` has the
+    numbers of leaves in containers.
     """
     if kind == "qwix":
         return [stem]
@@ -416,8 +408,7 @@ def _delta_fn(
 ) -> tuple[int, _DeltaFn]:
     """Returns the rank, and the function from an adapter to the product of its parts.
 
-    `shape` is that of the base leaf, whose input axis comes first if `is_turned`.
-    Raises ValueError if the product does not have this shape.
+    `is_turned`: the input axis is first. Raises ValueError for another shape.
     """
     if kind in ("nnx", "qwix"):
         return a[-1] if a else 0, _flax_delta_fn(shape, a, b)
@@ -435,8 +426,7 @@ def _flax_delta_fn(shape: Shape, a: Shape, b: Shape) -> _DeltaFn:
     """Returns the function from an adapter of NNX or Qwix to the product of its parts.
 
     `a` has the contracted axes of the kernel and the rank, `b` the rank and the other
-    axes; both may have the axes of stacked layers before. The axes of one part may be
-    joined to a single axis.
+    axes; axes of stacked layers come before, and those of a part may be joined to one.
     """
     found: dict[tuple[int, tuple[int, ...]], _DeltaFn] = {}
     for batch in range(min(len(a), len(b))):

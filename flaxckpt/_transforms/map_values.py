@@ -132,14 +132,9 @@ def map_leaf(
     map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
     ```
 
-    `fn` gets values in the type of the leaf, and decides the type of the result. If it
-    changes the shape of a parameter, it is also applied to the moments of the
-    parameter's shape; other moments are initialised again.
-
-    Args:
-        pattern: Regular expression on the whole leaf path.
-        fn: A function from array to array, traced by jax: use `jax.numpy`.
-        inverse: The inverse of `fn`.
+    `fn`, traced by jax, gets values in the type of the leaf, and decides the type of
+    the result. If it changes the shape of a parameter, it is also applied to the
+    moments of that shape; other moments are initialised again.
 
     Raises:
         OptionError: `pattern` is not a valid regular expression. When applied: nothing
@@ -166,9 +161,7 @@ def map_leaf(
 def pad(
     pattern: str, shape: Sequence[int | None], *, value: float = 0
 ) -> TableTransform:
-    """Pads the matching leaves at the end of their axes.
-
-    Their moments are padded with zeros.
+    """Pads the matching leaves at the end of their axes; their moments, with zeros.
 
     Args:
         pattern: Regular expression on the whole leaf path.
@@ -233,14 +226,12 @@ def grow(
 ) -> TableTransform:
     """Adds rows to the matching leaves: tokens to a vocabulary, classes to a head.
 
-    New rows of their moments are zero.
-
     Args:
         pattern: Regular expression on the whole leaf path.
         axis: The axis that grows.
         size: The new size of the axis.
         init: New rows are the mean of the old rows, random with their mean and
-            deviation (for each element over all rows), or zero.
+            deviation (for each element over all rows), or zero; of moments, zero.
         seed: For `normal`.
 
     Raises:

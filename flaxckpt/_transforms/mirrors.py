@@ -1,8 +1,8 @@
 """Finds the optimizer leaves that mirror parameters.
 
-A *mirror* of a parameter is an optimizer leaf at the same place in its own tree: a
-moment. Mirrors come in *slots*, `opt_state/0/mu` and `opt_state/0/nu`: the names below
-a slot equal the names below the *root* of the parameters, `params`.
+A *mirror* of a parameter is at the same place in its own tree: a moment. Mirrors come
+in *slots*, `opt_state/0/mu`: the names below a slot equal those below the *root* of the
+parameters, `params`.
 """
 
 from __future__ import annotations
@@ -71,19 +71,13 @@ transform, as in `rmsprop`, they hold updates, and nothing in their roles says s
 
 
 def held(leaf: Leaf) -> int | Literal["copy"] | None:
-    """Returns the power of the gradient that a mirror holds, or "copy" of a parameter.
-
-    None if its role does not say so.
-    """
+    """Returns the power of the gradient in a mirror, or "copy"; None if unknown."""
     role = leaf.info.role
     return None if role is None else _HELD.get(role.state_class, {}).get(role.field)
 
 
 class Slot(NamedTuple):
-    """The place of mirrors, before and after the parameter's name: `opt_state/0/mu`.
-
-    The tail is Adafactor's `v_row` in T5X, and usually empty.
-    """
+    """The place of mirrors, before and after the parameter's name: `opt_state/0/mu`."""
 
     head: str
     tail: str
@@ -105,11 +99,7 @@ class Mirror(NamedTuple):
         return self.param.removesuffix(self.name)
 
     def renamed(self, param: LeafPath, *, has_root: bool) -> LeafPath:
-        """Returns the new name if the parameter moves to the path `param`.
-
-        `has_root` is False if the first key of the path is no root, because other
-        parameters that move with this one have another first key.
-        """
+        """Returns the new name for the new path of the parameter; see `Mirrors`."""
         if param.startswith(self.root):
             return param.removeprefix(self.root)
         return _below_root(param, has_root=has_root)
@@ -117,13 +107,9 @@ class Mirror(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mirrors:
-    """All mirrors in a table.
+    """All mirrors in a table: leaf path -> the mirrored parameter.
 
-    Attributes:
-        known: Leaf path -> the mirrored parameter.
-        unclear: Leaf path -> its slot, and root -> parameter, for leaves with several
-            possible parameters.
-        lost: Leaves that mirror an unknown parameter.
+    `unclear` have a slot, and root -> parameter; `lost` mirror an unknown parameter.
     """
 
     known: Mapping[LeafPath, Mirror]
@@ -141,13 +127,12 @@ def _below_root(path: LeafPath, *, has_root: bool) -> LeafPath:
 
 
 def find_mirrors(table: LeafTable) -> Mirrors:
-    """Finds the mirrors in a table.
+    """Finds the mirrors in a table, by recorded roles or by names.
 
-    Recorded roles identify mirrors. Without roles, a slot is a container in an
-    optimizer's state with the same names as below a root. Of several possible roots,
-    the nearest is chosen: a discriminator's moments are beside its own parameters. Next
-    comes a root called `params` rather than a copy of the parameters, and then the root
-    that shares most names with the slot.
+    Without roles, a slot is a container in an optimizer's state with the same names as
+    below a root. Of several roots, the nearest is chosen: a discriminator's moments are
+    beside its own parameters. Next comes a root called `params`, and then the root that
+    shares most names with the slot.
     """
     params: dict[LeafPath, None] = {}  # ordered, so that all processes agree
     by_role: dict[Slot, dict[LeafPath, LeafPath]] = {}
@@ -211,10 +196,9 @@ def is_parameter(info: LeafInfo) -> bool:
 def _below_params(
     by_role: Mapping[Slot, Mapping[LeafPath, LeafPath]], params: Iterable[LeafPath]
 ) -> dict[Slot, dict[LeafPath, LeafPath]]:
-    """Splits slots that have several leaves for each parameter.
+    """Splits slots that have several leaves for each parameter, as SM3's have.
 
-    SM3 has a list for each parameter, with an array for each axis: `mu/kernel/0` and
-    `mu/kernel/1` are in the slots of the tails `0` and `1`.
+    Of `mu/kernel/0` and `mu/kernel/1`, the slots have the tails `0` and `1`.
     """
     names = {name for path in params for _, name in _splits(path)}
     divided: dict[Slot, dict[LeafPath, LeafPath]] = {}
@@ -313,11 +297,7 @@ class _Roots:
     def of(
         self, slot: Slot, members: Mapping[LeafPath, LeafPath], *, strict: bool
     ) -> list[str]:
-        """Returns the best roots for a slot; several if equally good.
-
-        `members` are the names of its leaves -> their paths; all must exist if
-        `strict`.
-        """
+        """Returns the best roots for a slot; if `strict`, those with all its names."""
         first = self._first(members)
         for beginning in _state.tree.prefixes(f"{slot.head}/x"):
             near = self._beside.get((first, beginning), [])

@@ -36,11 +36,7 @@ class _AddFields(TableTransform):
 
 @dataclasses.dataclass(frozen=True)
 class _RemoveFields(TableTransform):
-    """The inverse of `use_orbax_names`.
-
-    The boxes of the wanted state decide; elsewhere, a container with nothing but
-    `value` is a box.
-    """
+    """The inverse of `use_orbax_names`; the boxes of the wanted state decide."""
 
     wanted: LeafTable = dataclasses.field(default_factory=dict)
 
@@ -71,8 +67,7 @@ class _RemoveFields(TableTransform):
     def _is_own_name(self, path: LeafPath, table: LeafTable) -> bool:
         """Returns True if a path is that of a wanted leaf, without fields.
 
-        The leaf may have parameters called `value` around it, so its path may also be
-        the name of another leaf with fields: unless the leaf has its own there.
+        It may also be the name of another leaf with fields: parameters called `value`.
         """
         if path not in self.wanted:
             return False
@@ -104,10 +99,7 @@ def _lonely_fields(table: LeafTable) -> set[LeafPath]:
 def _rename(
     table: LeafTable, keys: Mapping[LeafPath, _Keys], *, adds: bool
 ) -> LeafTable:
-    """Returns the table with the fields of boxes added to leaf paths, or removed.
-
-    `keys` are those of the leaves to rename, including the fields.
-    """
+    """Returns the table with the fields of boxes, in `keys`, added or removed."""
     rows = {}
     for path, named in keys.items():
         leaf = _renamed(table[path], named, adds=adds)
@@ -140,10 +132,7 @@ def _renamed_role(role: Role, path: LeafPath, named: _Keys, *, adds: bool) -> Ro
 def _translate(
     part: LeafPath, named: _Keys, *, adds: bool, is_reversed: bool = False
 ) -> LeafPath:
-    """Returns the new name of the start, or reversed the end, of a leaf path.
-
-    `named` are the keys of the whole path, from the side of the part.
-    """
+    """Returns the new name of the start, or reversed the end, of a leaf path."""
     n_left = part.count("/") + 1 if part else 0
     keys = []
     for key, is_field in named:
@@ -164,9 +153,8 @@ def use_orbax_names() -> TableTransform:
 
     flaxckpt leaves NNX variables and linen's boxes, such as `nn.Partitioned`, out of
     leaf paths: `dense/kernel`. Orbax names their field: `dense/kernel/value`. This
-    transform adds the field to leaves in variables and boxes, moments included; all
-    other leaves keep their paths. It applies to a state, and to a checkpoint of
-    flaxckpt, which records the variables and boxes.
+    transform adds the field to leaves in variables and boxes, moments included. It
+    applies to a state, and to a checkpoint of flaxckpt, which records them.
 
     flaxckpt restores both names, into variables and into plain arrays. `inverse`
     returns a transform that removes the fields, also from checkpoints of Orbax.

@@ -89,11 +89,9 @@ class _Group(NamedTuple):
 
 
 def invert(pattern: str, replacement: str) -> tuple[str, str]:
-    """Returns the inverse pattern and replacement.
+    """Returns the inverse pattern and replacement; `{i}` and a group `i` are inverse.
 
-    `{i}` in the replacement stands for a number; the inverse has a group `i`. A group
-    `i` that the replacement does not use becomes `{i}`. Raises OptionError if the text
-    that `pattern` matched is not unique.
+    Raises OptionError if the text that `pattern` matched is not unique.
     """
     parts = list(_pattern_parts(pattern))
     groups = {part.name: part for part in parts if isinstance(part, _Group)}

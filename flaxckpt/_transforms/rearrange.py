@@ -1,8 +1,6 @@
 """Transforms that rearrange the values of leaves, and keep all of them.
 
-So each has an inverse, and moments of the parameter's shape follow. The factored
-moments of Adafactor and SM3 follow a change of the order of axes, or of the entries
-along one.
+So each has an inverse, and moments of the parameter's shape follow.
 """
 
 from __future__ import annotations
@@ -76,14 +74,12 @@ def reshape(
         pattern: Regular expression on the whole leaf path.
         form: The old and the new axes in the notation of `einops.rearrange`; or the new
             shape, in which one size may be -1.
-        from_shape: The old shape, in which one size may be -1. Needed for the inverse
-            of a new shape.
+        from_shape: The old shape, likewise. Needed for the inverse of a new shape.
         **sizes: Sizes of named axes.
 
     Raises:
-        OptionError: `form` is not in einops notation, or a size is missing. When
-            applied: nothing matches, or a leaf has other axes or sizes.
-        OptionError: On inversion, if sizes are needed that were not passed.
+        OptionError: `form` is not in einops notation, or a size is missing, also on
+            inversion. When applied: nothing matches, or a leaf has other axes or sizes.
     """
     compile_pattern(pattern)
     if not isinstance(form, str):

@@ -1,7 +1,6 @@
 """Remaps leaves by a table of rows: names with indices, and forms of the values.
 
-A row relates leaves of two layouts of a model. An index in only one of its two names is
-an axis of the arrays on the other side, so a row also stacks, unstacks and splits.
+An index in only one of a row's two names is an axis of the arrays on the other side.
 """
 
 from __future__ import annotations
@@ -30,12 +29,9 @@ from flaxckpt._types import LeafPath
 
 
 class Row(NamedTuple):
-    """A row of `remap`: leaves of one layout, and the same leaves of another.
+    """A row of `remap`: leaves of the checkpoint, and the same leaves of the state.
 
-    Attributes:
-        source: The name in the checkpoint, with indices in braces.
-        form: The axes of both, in einops notation; None if the values stay as they are.
-        optional: True if the leaves may be missing.
+    `form` has the axes of both, in einops notation; None leaves the values as they are.
     """
 
     source: str
@@ -52,12 +48,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RemapRule:
-    """A row, parsed.
-
-    Attributes:
-        gathered: Indices of the source only, in the order of the form's axes.
-        scattered: Indices of the target only, likewise.
-    """
+    """A parsed row, with the indices that only the source or only the target has."""
 
     row: Row
     source: IndexedName
@@ -78,10 +69,7 @@ class RemapRule:
     def targets(
         self, loop: Values, sizes: Mapping[str, int]
     ) -> list[tuple[LeafPath, Callable[..., jax.Array] | None]]:
-        """Returns the new paths, each with the function of the gathered leaves.
-
-        `loop` are the values of the indices that both names have.
-        """
+        """Returns the new paths, each with the function of the gathered leaves."""
         form = self.form and self.form.with_sizes(sizes)
         targets = []
         for scattered in _product(self.scattered, sizes):
@@ -146,13 +134,7 @@ _Matches: TypeAlias = Mapping[tuple[int, ...], Mapping[tuple[int, ...], LeafPath
 
 @dataclasses.dataclass(frozen=True)
 class Remap(TableTransform):
-    """Implements `remap` and `make_remap`, whose arguments its fields are.
-
-    Attributes:
-        within: The beginning of the paths of all leaves that need a row; None for the
-            containers that all rows share.
-        inverse_within: Likewise, for the inverse.
-    """
+    """Implements `remap` and `make_remap`, whose arguments its fields are."""
 
     rules: tuple[RemapRule, ...]
     sizes: Mapping[str, int]
@@ -335,8 +317,7 @@ def _missing(
 ) -> tuple[int, Iterator[LeafPath]]:
     """Returns the number of missing leaves of a row, and an iterator over their paths.
 
-    The sizes of a configuration may be wrong, so their product is never counted out:
-    the first missing leaves are found among a few more than there are leaves.
+    Sizes may be wrong, so the iterator does not depend on their product.
     """
     if any(axis not in counts for axis in rule.source.axes):
         needed = not rule.row.optional
@@ -384,10 +365,7 @@ def _solve(
 
 @dataclasses.dataclass(frozen=True)
 class _Computation:
-    """The function from the values of the gathered leaves to a new leaf.
-
-    `picked` are the scattered indices, with their values of the new leaf.
-    """
+    """The function of gathered leaves for the new leaf with the `picked` indices."""
 
     form: Form
     gathered: tuple[str, ...]
@@ -472,10 +450,10 @@ def make_remap(
     inverse_within: str | None = None,
     name: str | None = None,
 ) -> TableTransform:
-    """Returns `remap` under another name, for the record and for messages.
+    """Returns `remap` with a name for messages.
 
-    `inverse_within` is the beginning of the paths of all leaves that need a row of the
-    inverse; None stands for the containers that all targets share.
+    `inverse_within` begins the paths of all leaves that need a row of the inverse; None
+    stands for the containers that all targets share.
     """
     listed = [_check_row(row) for row in rows]
     if not listed:

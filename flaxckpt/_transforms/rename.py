@@ -29,11 +29,7 @@ _Rules: TypeAlias = tuple[tuple[re.Pattern[str], str], ...]
 def _rename(
     rules: _Rules, *, keeps_old: bool = False, undoes: _Rules = ()
 ) -> RowTransform:
-    """Returns `rename` or `copy`; the first match wins.
-
-    `keeps_old` is True if the leaves also stay at their old paths; `undoes` are the
-    rules that these rules invert.
-    """
+    """Returns `rename` or `copy`; the first match wins. `undoes` are inverse rules."""
     pairs = [(pattern.pattern, replacement) for pattern, replacement in rules]
     args = pairs[0] if len(pairs) == 1 else [dict(pairs)]
 
@@ -105,11 +101,10 @@ def rename(
         replacement: The new path; `\1` or `\g<name>` stand for groups.
 
     Raises:
-        OptionError: A pattern is not a valid regular expression. When applied: it
-            matches nothing, or two leaves get the same path.
+        OptionError: A pattern is not valid. When applied: it matches nothing, or two
+            leaves get the same path.
 
-    Source: `assignment_map` of T5X, which goes from the model to the checkpoint; see
-    `assign` for that direction.
+    Source: `assignment_map` of T5X, of which `assign` has the direction.
     """
     return _rename(_as_rules(pattern, replacement))
 
@@ -117,18 +112,12 @@ def rename(
 def copy(
     pattern: str | Mapping[str, str], replacement: str | None = None
 ) -> TableTransform:
-    """Copies the matching leaves to new paths; arguments and errors as for `rename`.
-
-    A single leaf of the checkpoint can then fill two leaves of a model.
-    """
+    """Copies the matching leaves to new paths; arguments and errors as for `rename`."""
     return _rename(_as_rules(pattern, replacement), keeps_old=True)
 
 
 def drop(pattern: str) -> TableTransform:
-    """Removes the matching leaves, and their moments.
-
-    Args:
-        pattern: Regular expression on the whole leaf path.
+    """Removes the leaves whose whole paths match `pattern`, and their moments.
 
     Raises:
         OptionError: `pattern` is not a valid regular expression, or, when applied,
@@ -159,14 +148,10 @@ class _Keep(TableTransform):
 
 
 def keep(pattern: str) -> TableTransform:
-    """Keeps only the matching leaves; moments must match as well.
-
-    Args:
-        pattern: Regular expression on the whole leaf path, as `params/.*`.
+    """Keeps only the leaves that match, as in `keep("params/.*")`; also of moments.
 
     Raises:
-        OptionError: `pattern` is not a valid regular expression, or, when applied,
-            matches nothing.
+        OptionError: As for `drop`.
     """
     return _Keep(compile_pattern(pattern))
 
@@ -246,8 +231,7 @@ def assign(
     ```
 
     A leaf of the checkpoint may fill two leaves. Leaves without a rule are found by
-    their own paths, and unused leaves keep their paths. Moments go with their
-    parameters.
+    their own paths. Moments go with their parameters.
 
     Args:
         rules: Regular expressions on whole leaf paths of the state, each with the path
@@ -256,8 +240,8 @@ def assign(
         strict: True if every rule must match.
 
     Raises:
-        OptionError: A pattern is not a valid regular expression. When applied: a rule
-            is not used, or the checkpoint lacks an assigned leaf.
+        OptionError: A pattern is not valid. When applied: a rule is not used, or the
+            checkpoint lacks an assigned leaf.
 
     Source: `assignment_map` and `require_all_rules_match` of T5X.
     """

@@ -1,8 +1,4 @@
-"""The row engine: makes new leaves of old leaves, and of their mirrors.
-
-A transform only writes rows. The engine computes the new leaves, lets the mirrors
-follow, and names all leaves at fault.
-"""
+"""The row engine: makes new leaves by the rows of transforms, and their mirrors."""
 
 from __future__ import annotations
 
@@ -32,13 +28,10 @@ _Source: TypeAlias = tuple[Sequence[Leaf], _Fn]
 
 @dataclasses.dataclass(frozen=True)
 class ValueMap:
-    """A function that computes the values of a leaf, which keeps its path.
+    """Computes the values of a leaf by `fn`, which gets the leaf with the path first.
 
-    Attributes:
-        fn: Maps the values of a row's old leaves, the one with the path first.
-        precision: How `fn` gets floats.
-        resizes: True if `fn` keeps the values when it keeps the shape.
-        mirror_fn: Maps mirrors of the old shape if the shape changes; `fn` if None.
+    `mirror_fn`, or `fn`, maps mirrors if the shape changes; `resizes` is True if `fn`
+    keeps the values when it keeps the shape.
     """
 
     fn: _Fn
@@ -65,13 +58,9 @@ ALONE = ValueMap(unchanged)
 
 
 class LeafRow(NamedTuple):
-    """Old leaves, and the new leaves that are made of them.
+    """Old leaves, and the path and function of each new leaf; None copies the first.
 
-    Attributes:
-        old: The paths of the old leaves, in the order of the functions' arguments.
-        new: The path of each new leaf, and the function from the values of all old
-            leaves to its value; None for a copy of the first leaf. Mirrors of another
-            shape than their parameters only follow an `AxisMap`.
+    Mirrors of another shape than their parameters only follow an `AxisMap`.
     """
 
     old: Sequence[LeafPath]
@@ -80,15 +69,7 @@ class LeafRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowTransform(TableTransform):
-    """Makes new leaves by rows; see `rename`, `stack`, `transpose`, `pad`, ….
-
-    Attributes:
-        name: The call that creates the transform, for the record.
-        find: Writes the rows for a table.
-        undo: Returns the inverse; None if there is none.
-        undo_on_restore: Returns the inverse for a run's own saves, if another.
-        moves: See `apply_rows`, also for `ties`.
-    """
+    """Makes new leaves by rows that `find` writes; see `rename`, `stack`, `pad`, …."""
 
     name: str
     find: Callable[[LeafTable], Iterable[LeafRow]]
@@ -119,11 +100,7 @@ def in_place(
     fn_of: Callable[[LeafPath], _Fn | ValueMap],
     undo: Callable[[], Transform] | None = None,
 ) -> RowTransform:
-    """Returns the transform that changes each matching leaf, and keeps its path.
-
-    `name` is its call, from `base.call`. `fn_of` returns the function of the leaf at a
-    path. The moments follow as `LeafRow` says.
-    """
+    """Returns the transform that changes each matching leaf by `fn_of` of its path."""
     compiled = compile_pattern(pattern)
 
     def find(table: LeafTable) -> Iterator[LeafRow]:
@@ -144,22 +121,11 @@ def apply_rows(
 ) -> LeafTable:
     """Returns the table with new leaves in the place of old ones, and of their mirrors.
 
-    Mirrors that cannot follow keep their old paths, unless a new leaf has the path of
-    their parameter. The inverse finds them there: a state with the new leaves has no
-    leaves at these paths.
-
-    Raises OptionError if functions cannot be applied, two leaves get the same path, or
-    the parameters of mirrors are ambiguous; lists all.
-
-    Args:
-        table: Old table.
-        rows: The rows; a leaf may be in several.
-        what: The transform, for messages.
-        moves: True if leaves get new paths. Mirrors that are in rows themselves are
-            then moved by these; otherwise they follow their parameters.
-        moves_unclear: False to leave mirrors of several possible parameters alone.
-        ties: If several rows may make the same leaf, whose values must then be equal:
-            the advice if they are not, or nothing for the usual advice.
+    Mirrors that cannot follow keep their old paths, where the inverse finds them,
+    unless a new leaf has the path of their parameter. With `moves`, mirrors in rows of
+    their own are moved by these. `ties` says what to do if rows that make the same leaf
+    give it several values; None forbids such rows. Raises OptionError with all leaves
+    to which rows do not apply.
     """
     mirrored = find_mirrors(table)
     direct = {path: path for row in rows for path in row.old}
@@ -307,10 +273,7 @@ class _Engine:
 def _of_axes(
     fn: _Fn, mirrors: Sequence[Leaf], shape: Shape, table: LeafTable
 ) -> _Source | None:
-    """Returns the source of a mirror of another shape than its parameter, if any.
-
-    `shape` is that of the first parameter.
-    """
+    """Returns the source of a mirror of another shape than its parameter, if any."""
     if not isinstance(fn, AxisMap) or (origins := fn.origins(len(shape))) is None:
         return None
     new_shape = [len(mirrors) if axis is None else shape[axis] for axis in origins]
@@ -413,10 +376,7 @@ def _retarget(row: NewLeaf, names: Sequence[LeafPath]) -> NewLeaf:
 
 
 def _with_role_of(leaf: Leaf, param: LeafPath, old: LeafPath | None = None) -> Leaf:
-    """Returns a mirror with the role of the parameter named `param`.
-
-    With `old`, the leaf may be below that name of its old parameter.
-    """
+    """Returns a mirror with the role of `param`; it may be below the name of `old`."""
     role = leaf.info.role
     if role is not None and old is not None and role.param.startswith(f"{old}/"):
         param += role.param.removeprefix(old)

@@ -31,15 +31,8 @@ def untie(pattern: str, replacement: str) -> TableTransform:
     ```
 
     A model whose parameters are not shared is then filled from a checkpoint that has
-    shared parameters once. Moments are copied as well.
-
-    Args:
-        pattern: Regular expression on the whole leaf path.
-        replacement: Path of the copy; `\1` stands for a group.
-
-    Raises:
-        OptionError: `pattern` is not a valid regular expression. When applied: it
-            matches nothing, or two leaves get the same path.
+    shared parameters once. Moments are copied as well. Arguments and errors are those
+    of `rename`.
     """
     compiled = compile_pattern(pattern)
     check_replacement(pattern, replacement)
@@ -62,18 +55,17 @@ def tie(pattern: str, replacement: str) -> TableTransform:
     ```
 
     The values are compared as they are read, or at the save; NaN equals NaN. Of their
-    moments the kept leaf's stay and the others are removed: they are moments of
-    gradients that were computed apart, and no function of them is the moment of the
-    shared parameter. The inverse is `untie`.
+    moments the kept leaf's stay and the others are removed: no function of them is the
+    moment of the shared parameter. The inverse is `untie`.
 
     Args:
         pattern: Regular expression on the whole leaf path of the leaves to remove.
         replacement: Path of the leaf to keep; `\1` stands for a group.
 
     Raises:
-        OptionError: `pattern` is not a valid regular expression. When applied: it
-            matches nothing, or the leaf to keep is missing or has another shape or
-            type. When values are read: the leaves differ.
+        OptionError: `pattern` is not valid. When applied: it matches nothing, or the
+            leaf to keep is missing or has another shape or type. When values are read:
+            the leaves differ.
     """
     return make_tie(pattern, replacement)
 
