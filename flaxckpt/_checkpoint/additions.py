@@ -1,7 +1,6 @@
 """Leaves that only the checkpoint has, and their places in the restored state.
 
-An empty place of the state, such as None or `{}`, says nothing about what belongs
-there, and a mapping may get further keys. All other containers have fixed places.
+Only an empty place, such as None or `{}`, and a mapping may get further keys.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ _Structure: TypeAlias = "_state.tree.Node | LeafPath"
 
 
 class _Place(NamedTuple):
-    """The empty place, or the missing key, at or above a leaf; `none` if there is none.
-
-    `node` is the container there; None in NNX objects.
-    """
+    """The empty place or missing key at or above a leaf, and the container there."""
 
     path: LeafPath
     kind: Literal["empty", "lacking", "none"]
@@ -33,10 +29,7 @@ class _Place(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """Leaves that only the checkpoint has, each with its place, or homeless.
-
-    Leaves of removed transforms are neither.
-    """
+    """Leaves that only the checkpoint has, with their places; `homeless` lack one."""
 
     places: dict[LeafPath, LeafPath]
     homeless: list[LeafPath]
@@ -141,8 +134,7 @@ class _Places:
     ) -> _Place | None:
         """Returns the place of an optimizer leaf; None if its transform is gone.
 
-        Transforms that both sides have keep their leaves. Containers of transforms say
-        nothing about a transform that only the checkpoint has.
+        Containers of transforms say nothing about one that only the checkpoint has.
         """
         role = info.role
         optimizer = _optimizer_above(path) if role is None else role.optimizer

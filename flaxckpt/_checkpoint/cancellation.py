@@ -8,8 +8,7 @@ from flaxckpt import errors
 class Cancellation:
     """The decision whether a save is cancelled or may commit; thread-safe.
 
-    Holds no lock, which a forked process would wait for: the first entry of a dict
-    decides, and `dict.setdefault` is atomic.
+    Holds no lock, which a forked process would wait for: `dict.setdefault` is atomic.
     """
 
     def __init__(self) -> None:

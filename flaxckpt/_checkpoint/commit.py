@@ -28,14 +28,7 @@ from flaxckpt.transforms import Transform
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Options for writing states, shared by all saves of a run.
-
-    Attributes:
-        max_concurrent_bytes: Memory budget of the writing thread.
-        snapshot: The memory of copies of arrays on accelerators.
-        mode: Mode of directories, from which the mode of files follows; None for the
-            umask's.
-    """
+    """Options for writing states, shared by all saves of a run; see `Checkpointer`."""
 
     layout: ArrayLayout = dataclasses.field(default_factory=ArrayLayout)
     transforms: Sequence[Transform] = ()
@@ -50,22 +43,14 @@ class SaveOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """Arguments of a save, without the state.
-
-    A request lives until the save is durable, but the state is freed as soon as its
-    values are copied.
+    """Arguments of a save, without the state, which is freed as soon as it is copied.
 
     Attributes:
-        on_exists: The action if the step exists; only a run skips steps.
-        temporary: Whether to delete the step once there is a newer step.
-        lineage: Origins of the run, the nearest first.
         started: Monotonic time of the call.
         on_planned: Called with the size of the planned save, before copying any values.
         count: Called with the size of values after they are written.
-        operation: The operation of all processes; None for a single process.
         markers: Step markers to write: file name -> content.
         pace: Whether the writing threads give way to the program.
-        sampler: Samples the arrays while they are written; None for no statistics.
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
         is_part: Whether `path` is this process's own, for its part of the step.
@@ -230,10 +215,7 @@ def replacing(
     check: Callable[[Path], object] = check_replaceable,
     mode: int | None = None,
 ) -> contextlib.AbstractContextManager[Transaction]:
-    """Begins the checkpoint `final`, which gets the pin of one that it replaces.
-
-    `check` raises an error if an existing checkpoint may not be replaced.
-    """
+    """Begins the checkpoint `final`, which gets the pin of one that it replaces."""
     return _storage.transaction.begin(
         final,
         overwrite=overwrite,
@@ -252,10 +234,7 @@ def write_files(
     transaction: Transaction,
     previous: _arrays.written.Previous | None,
 ) -> tuple[dict[str, bytes], WrittenArrays]:
-    """Writes the arrays and metadata files of this process, without the manifest.
-
-    Returns the files other than arrays, name -> content, and the written arrays.
-    """
+    """Writes the arrays and metadata files of this process, without the manifest."""
     files: dict[str, bytes] = {}
 
     @_util.gc_pause.pause()
@@ -274,10 +253,7 @@ def write_arrays(
     previous: _arrays.written.Previous | None,
     check: Callable[[], object],
 ) -> WrittenArrays:
-    """Writes the arrays of this process; hard-links those that are equal in `previous`.
-
-    An error from `check`, called after every part of an array, stops the write.
-    """
+    """Writes the arrays of this process; hard-links those equal in `previous`."""
     operation, mode = snapshot.request.operation, snapshot.request.options.mode
     if mode is not None and previous is not None:
         previous = previous._replace(file_mode=_storage.modes.of_file(mode))
@@ -328,10 +304,7 @@ def finish_checkpoint(
     *,
     arrays: WrittenArrays,
 ) -> WrittenFiles:
-    """Writes the manifest and commits the checkpoint; an item only becomes durable.
-
-    `files` are those other than arrays; `digests` are of files of other processes.
-    """
+    """Writes the manifest and commits the checkpoint; an item only becomes durable."""
     sealed = _formats.native_contents.seal(
         snapshot.contents, files, transaction.directory, arrays, digests or {}
     )
@@ -344,11 +317,7 @@ def commit_files(
     last: Mapping[str, bytes],
     before: Callable[[], object] = lambda: None,
 ) -> WrittenFiles:
-    """Writes the last files and the markers of a checkpoint, and commits it.
-
-    `last` is the result of `native_contents.seal`, and further files. `before` is
-    called at the last moment; an error prevents the commit.
-    """
+    """Writes the last files and markers, and commits; an error of `before` stops it."""
     request = snapshot.request
     last = dict(last)
     marker = last.pop(_storage.transaction.MARKER, None)  # None in an item

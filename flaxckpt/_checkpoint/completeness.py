@@ -1,8 +1,7 @@
 """Quick check for missing files of a checkpoint, before deleting older checkpoints.
 
-The check compares the names and sizes of array files, of which it reads at most the
-headers of compressed chunks. Only the trees of databases are read, and small databases
-of older releases, because the manifest has their digests.
+Compares names and sizes of array files, and reads the headers of compressed chunks,
+trees of databases, and small databases of older releases.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _MAX_LOSS = 300
 
 
 class Files(NamedTuple):
-    """The files of a local checkpoint, as they were when it was found whole.
-
-    Steps with equal names, joined by NUL, share the text; `stamp` changes with the
-    files.
-    """
+    """The files of a local checkpoint when it was whole; equal texts are shared."""
 
     names: str
     stamp: int
@@ -59,10 +54,9 @@ def _status(file: str) -> tuple[int, int, int]:
 def check(
     path: Path, step: int | None, leaves: Collection[LeafPath] | None = None
 ) -> Files | None:
-    """Checks the metadata of a flaxckpt checkpoint, and the sizes of array files.
+    """Checks the metadata and the sizes of array files, or of those of `leaves`.
 
-    With `leaves`, only the array files of these are checked. Returns the files, to
-    notice later that one has changed; None in a store.
+    Returns the files, to notice later that one has changed; None in a store.
     """
     storage = _storage.of(path)
     with _storage.paths.listing_cache(path):
@@ -157,8 +151,8 @@ def look(
 ) -> Look:
     """Looks at the files of a step, or at those of some of its leaves.
 
-    Of a step of another program, only the description of its leaves is read: it has no
-    sizes to compare with.
+    Of another program's step, it reads only the leaves' description: there are no
+    sizes.
     """
     try:
         if not (path / _formats.orbax_json.MANIFEST).is_file():

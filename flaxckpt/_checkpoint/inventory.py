@@ -21,16 +21,13 @@ Values of up to 100 bytes are in the nodes, which are compressed.
 
 
 class StoredFile(NamedTuple):
-    """A file of a checkpoint.
+    """A file of a checkpoint, with the leaves that cannot be read without it.
 
     Attributes:
-        name: Path in the checkpoint.
-        leaves: The leaves whose arrays cannot be read without the file.
         is_shared: True if this holds for some of `leaves` only: the tree of the
             database says for which.
         size: Bytes; None if not recorded, or dependent on the values.
         codec: Codec of a chunk with a file of its own; else `none`.
-        digest: Recorded digest; None without one.
     """
 
     name: str
@@ -44,8 +41,8 @@ class StoredFile(NamedTuple):
 class Inventory(NamedTuple):
     """The files of a checkpoint, except metrics, markers and the commit marker.
 
-    `unlisted` are the items whose files of arrays the manifest does not name, as of
-    older releases, with the least bytes of these files.
+    `unlisted` items have files of arrays that the manifest does not name, of these many
+    bytes at least.
     """
 
     files: Mapping[str, StoredFile]
@@ -96,10 +93,7 @@ def _files_of_array(
 
 
 def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
-    """Returns the names of an array's metadata file and chunk files, in this order.
-
-    The names are relative to the array's directory, and keys of a database.
-    """
+    """Returns the names of an array's metadata file and chunk files, or their keys."""
     is_zarr_2 = encoding.version == 2
     return [
         _zarr.metadata.METADATA_FILES[encoding.version],

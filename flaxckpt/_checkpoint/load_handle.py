@@ -67,9 +67,7 @@ class LoadHandle:
         return self._ended.is_set()
 
     def wait(self, timeout_secs: float | None = None) -> PyTree:
-        """Waits until everything is read, and returns the state.
-
-        Every call returns the same object.
+        """Waits until everything is read, and returns the same state at every call.
 
         Raises:
             CheckpointTimeoutError: The load is still reading after `timeout_secs`.
@@ -119,10 +117,7 @@ def _with_settings(
 
 
 def _settings_of_this_thread() -> contextlib.AbstractContextManager[None]:
-    """Returns a context with jax's settings that decide over placement and types.
-
-    They may be set for a `with` block, and hold for its thread only.
-    """
+    """Returns a context with this thread's jax settings for placement and types."""
     config: Any = jax.config
     return _with_settings(
         config.jax_default_device,

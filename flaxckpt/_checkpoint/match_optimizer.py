@@ -1,9 +1,8 @@
 """Matches optimizer leaves of a checkpoint with wanted leaves by their roles.
 
-Transforms are matched first, by class: a wanted transform, such as the second of two
-`trace`s, matches the only stored transform of the class in the same optimizer, or the
-transform at the same place among all of the class. Within matched transforms, leaves
-match by field and parameter.
+Transforms are matched first, by class: a wanted transform matches the only stored
+transform of the class in the same optimizer, or the one at the same place among all of
+the class. Within matched transforms, leaves match by field and parameter.
 """
 
 from __future__ import annotations
@@ -28,13 +27,8 @@ _HYPERPARAMETERS = "hyperparams_states"
 class _Kind(NamedTuple):
     """Common properties of transforms: equal kinds may match.
 
-    Attributes:
-        optimizer: Path of the optimizer.
-        state_class: Class of the states; empty if the class is not recorded.
-        hyperparameter: The hyperparameter that the transforms schedule; mostly empty.
-        fields: Field names of the states, if the class is not recorded.
-        leaf_fields: Names of fields that are leaves, if the class is not recorded.
-        is_unnamed: Whether the class of the wanted states is unknown.
+    Field names tell transforms apart if the class is not recorded; `hyperparameter` is
+    the one that they schedule.
     """
 
     optimizer: LeafPath
@@ -63,13 +57,9 @@ class _Transform:
 
 
 class _Match(NamedTuple):
-    """The stored transforms that a wanted transform may match.
+    """The stored transforms that a wanted one may match; `same` is at the same place.
 
-    Attributes:
-        same: Path of the transform at the same place; None if uncertain.
-        others: Paths of other transforms that may hold its leaves.
-        is_ambiguous: Whether it is unknown which of `others` matches, if any.
-        counters: Paths of transforms that may hold its leaves without a parameter.
+    `counters` may hold its leaves without a parameter.
     """
 
     same: LeafPath | None
@@ -79,18 +69,11 @@ class _Match(NamedTuple):
 
 
 class OptimizerMatcher:
-    """Finds optimizer leaves of a checkpoint by role.
+    """Finds optimizer leaves of a checkpoint by role, within the same optimizer.
 
-    Leaves match within the same optimizer only: a generator's leaves never match a
-    discriminator's. In a checkpoint without roles, such as Orbax's, a transform is a
-    container whose keys are the fields of the wanted transform.
-
-    Args:
-        table: The leaves of the checkpoint.
-        structure: The containers of the checkpoint.
-        known: Known facts about the wanted leaves: leaf path -> facts.
-        at: Returns the path of the stored leaf at a path, or of the leaf in a box at
-            that path; None if there is no leaf.
+    In a checkpoint without roles, such as Orbax's, a transform is a container whose
+    keys are the fields of the wanted transform. `known` are facts about the wanted
+    leaves; `at` returns the path of the stored leaf at a path, or in a box there.
     """
 
     def __init__(
@@ -106,11 +89,7 @@ class OptimizerMatcher:
         self._known = known
 
     def find(self, path: LeafPath) -> list[LeafPath]:
-        """Returns the stored leaves that may match the wanted optimizer leaf at `path`.
-
-        Returns several leaves if the match is ambiguous, and the same leaf twice if
-        several wanted leaves may match it.
-        """
+        """Returns the stored leaves that may match; several if it is ambiguous."""
         known = self._known[path]
         if not known.fields:
             return self._outside_of_transforms(path)
@@ -242,11 +221,7 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _classes(self) -> dict[LeafPath, str]:
-        """Path -> class of each stored container with a class and leaves without roles.
-
-        The state of a user's own transform has no roles if no optimizer was recognised
-        around it.
-        """
+        """Path -> class of containers with a class, and leaves without roles."""
         known = {place for _, _, place in self._places}
         wrappers = {above for place in known for above in _state.tree.prefixes(place)}
         return {
@@ -261,10 +236,7 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _seats(self) -> set[LeafPath]:
-        """Paths of elements of tuples that may be a chain or several optimizers.
-
-        If the stored tuple is certainly a chain, the wanted tuple is a chain, too.
-        """
+        """Paths of elements of tuples that may be a chain or several optimizers."""
         seats = {
             (known.optimizer, known.seat)
             for known in self._known.values()
@@ -288,11 +260,7 @@ class OptimizerMatcher:
         return stored | wanted | self._seats
 
     def _optimizer(self, place: LeafPath, optimizer: LeafPath) -> LeafPath:
-        """Returns the path of the optimizer that contains the state at `place`.
-
-        A container counts as several optimizers if the checkpoint or the wanted state
-        says so.
-        """
+        """Returns the path of the optimizer that contains the state at `place`."""
         for path in (place, *_state.tree.prefixes(place)):
             if path in self._optimizers:
                 return path
@@ -300,11 +268,7 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _unnamed(self) -> dict[frozenset[str], list[LeafPath]]:
-        """Field names -> sorted paths of the states of unknown class.
-
-        The states are containers of leaves without roles, and states of classes that
-        optax has removed or renamed.
-        """
+        """Field names -> sorted paths of states without roles or a known class."""
         known = {place for _, _, place in self._places}
         children = self._children()
         unnamed = dict.fromkeys(
@@ -346,10 +310,7 @@ class OptimizerMatcher:
         return children
 
     def _alike(self, kind: _Kind) -> list[LeafPath]:
-        """Returns the stored states of unknown class with the fields of `kind`.
-
-        Returns stored states of any class if the class of the wanted states is unknown.
-        """
+        """Returns the states with the fields of `kind`, of unknown class on a side."""
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
         inside = f"{kind.optimizer}/" if kind.optimizer else ""
@@ -406,10 +367,7 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _unchanged(self) -> set[LeafPath]:
-        """Paths of the containers of optimizers with the same leaves on both sides.
-
-        They have the same transforms in the same order, so each matches by its path.
-        """
+        """Paths of the containers of optimizers with the same leaves on both sides."""
         groups: dict[LeafPath, list[LeafPath]] = {}
         for path, known in self._known.items():
             groups.setdefault(known.group, []).append(path)
@@ -439,9 +397,8 @@ class OptimizerMatcher:
     ) -> None:
         """Marks transforms as ambiguous that may have moved within a chain.
 
-        A tuple may be a chain or several optimizers. Unless each of its elements has
-        as many transforms of a class as the stored element, other transforms match in
-        a chain than in several optimizers.
+        A tuple may be a chain or several optimizers, which match differently unless
+        each element has as many transforms of a class as the stored element.
         """
         groups: dict[_Kind, list[tuple[LeafPath, _Transform]]] = {}
         for kind, transforms in kinds.items():
@@ -465,10 +422,7 @@ class OptimizerMatcher:
                 )
 
     def _stored_by_seat(self, group: _Kind) -> dict[LeafPath, list[LeafPath]]:
-        """Returns the stored states of a class by element of the optimizer's tuple.
-
-        States in elements that the wanted tuple lacks are at the path of the optimizer.
-        """
+        """Returns the stored states of a class by element of the optimizer's tuple."""
         inside = f"{group.optimizer}/" if group.optimizer else ""
         seats = [seat for seat in sorted(self._seats) if seat.startswith(inside)]
         kinds = [
@@ -509,8 +463,7 @@ class OptimizerMatcher:
         """Adds the matches of all wanted transforms of the same kind to `matches`.
 
         Transforms match in order if both sides have the same number and names. In
-        branches, each parameter occurs once, so a leaf may come from any branch. All
-        other cases are ambiguous.
+        branches, a leaf may come from any branch. All other cases are ambiguous.
         """
         ours = sorted(
             (_parts(optimizer, t.known.place), n) for n, t in enumerate(wanted)
@@ -551,10 +504,7 @@ class OptimizerMatcher:
     def _with_moments(
         self, transform: _Transform, places: Sequence[LeafPath]
     ) -> list[LeafPath]:
-        """Returns the stored states with a moment of a wanted transform.
-
-        Returns all states if the transform has no moments.
-        """
+        """Returns the stored states with a moment of a transform, or all states."""
         if not transform.moments:
             return list(places)
         return [place for place in places if self._has_moment(transform, place)]

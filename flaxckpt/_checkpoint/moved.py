@@ -114,10 +114,7 @@ _Move: TypeAlias = tuple[LeafPath, LeafPath]
 def _find_moves(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> dict[_Move, list[LeafPath]]:
-    """Returns moves, and the names of the leaves below both containers.
-
-    A leaf moves to where the most names at its end, and then at its start, are equal.
-    """
+    """Returns moves to where most names at the end, then at the start, are equal."""
     by_end: dict[tuple[LeafPath, tuple[int, ...] | None], list[_Parts]] = {}
     for parts, path in sorted((tuple(path.split("/")), path) for path in free):
         for end in _state.tree.suffixes(path):

@@ -24,9 +24,8 @@ def init_leaves(
 ) -> tuple[dict[LeafPath, Any], list[LeafPath]]:
     """Returns the initialized leaves of a recipe, and the paths of those kept.
 
-    An abstract state made from a part of the parameters has other leaves than `tx.init`
-    makes: their values come from the abstract state. Raises RestoreMismatchError if it
-    has no values for them.
+    Leaves that `tx.init` does not make keep the values of the abstract state; raises
+    RestoreMismatchError without values.
     """
     assert recipe.flat is not None
     initial = _init_optimizers(abstract_state, restored)

@@ -89,10 +89,7 @@ _FILE_SUFFIXES = _CONVERTED | frozenset(
 
 
 def check_name(final: Path, maker: Literal["save", "convert", "a run"]) -> None:
-    """Raises OptionError if a path has a file suffix that `maker` does not write.
-
-    `save` and a run make directories. `convert` makes files of two formats.
-    """
+    """Raises OptionError if a path has a file suffix that `maker` does not write."""
     suffix = final.suffix.lower()
     if suffix not in _FILE_SUFFIXES:
         return
@@ -132,11 +129,7 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 def check_target_free(
     final: Path, *, overwrite: bool, replaced: Collection[str] = ()
 ) -> None:
-    """Raises an error if a conversion may not write `final`, a directory or a file.
-
-    A conversion may replace a checkpoint of any format. `replaced` are names of files
-    beside arrays that it writes as well.
-    """
+    """Raises an error if a conversion may not write `final`, a directory or a file."""
     there = (path for path in final.parents if _storage.of(path).is_taken(path))
     above = next(there, None)  # None in a store without objects above
     if above is not None and not above.is_dir():
@@ -161,8 +154,7 @@ def check_replaceable(
 ) -> None:
     """Raises an error unless `final` is empty, or a checkpoint without foreign files.
 
-    Only flaxckpt's and Orbax's checkpoints are replaced, unless `of_any_format`. Files
-    in `replaced` have a successor, and are not foreign.
+    Only flaxckpt's and Orbax's checkpoints are replaced, unless `of_any_format`.
     """
     foreign = None
     if _is_empty(final):
@@ -190,10 +182,7 @@ def check_replaceable(
 
 
 def find_foreign(step: Path) -> list[str]:
-    """Returns the files in the directory of a step that do not belong to it.
-
-    Empty for a step that is a file, and for a directory without any checkpoint.
-    """
+    """Returns the files in a step's directory that do not belong to it."""
     if step.is_symlink() or not step.is_dir():
         return []
     rows = _find_foreign(step, of_any_format=True) or []
@@ -201,11 +190,7 @@ def find_foreign(step: Path) -> list[str]:
 
 
 def set_aside(final: Path) -> None:
-    """Renames a damaged step with foreign files, which may not be replaced.
-
-    The new name is not the name of a step. Steps in a store cannot be renamed, which
-    raises CheckpointExistsError.
-    """
+    """Renames a damaged step with foreign files; CheckpointExistsError in a store."""
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
@@ -232,8 +217,7 @@ _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """Returns the files in a directory that do not belong to the checkpoint, if any.
 
-    A directory with foreign files only, or an empty foreign directory, is listed
-    instead of its files. Files that file browsers create are left out.
+    A directory with foreign files only, or empty, is listed instead of its files.
     """
     is_orbax = _is_orbax(directory)
     if not is_orbax and not of_any_format:
@@ -361,8 +345,7 @@ def _read_manifest(directory: Path) -> Manifest | None:
 def _orbax_files(directory: Path, files: Collection[str]) -> set[str]:
     """Returns the files of an Orbax checkpoint, or of ours without the manifest.
 
-    The checkpoint's metadata names the items and their handlers. All files in the item
-    of an unknown handler belong to the checkpoint.
+    All files in the item of an unknown handler belong to the checkpoint.
     """
     handlers = _formats.items.read_item_handlers(directory)
     is_damaged = _steps.markers.DAMAGED in files
@@ -463,11 +446,7 @@ def _array_files(files: Collection[str], *, is_damaged: bool = False) -> set[str
 
 
 def _is_disposable(name: str) -> bool:
-    """Returns True if a file may be deleted with any checkpoint.
-
-    These files are step markers, files of processes that read or change the
-    checkpoint, and files left by a crash or a file browser.
-    """
+    """Returns True for markers, and for files of other processes and file browsers."""
     directory, _, file = name.rpartition("/")
     return (
         _steps.markers.is_marker(file)

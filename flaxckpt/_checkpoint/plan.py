@@ -153,8 +153,8 @@ class RestorePlan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns a header, and rows of all leaves with other actions than `loaded`.
 
-        Conflicts and missing leaves come first. Leaves that differ only in the numbers
-        of their paths share a row. Columns without any text are left out.
+        Conflicts and missing leaves come first; leaves that differ in numbers share
+        one.
         """
         problems = {problem.leaf: problem for problem in self.problems}
         leaves = [
@@ -181,11 +181,7 @@ class RestorePlan:
 
 
 def count_outcomes(restore_plan: RestorePlan) -> dict[str, tuple[int, dict[str, int]]]:
-    """Returns how many leaves have each outcome: every leaf counts once.
-
-    The first action of leaves -> their number, and the number of each further action
-    among them: of the loaded leaves, those that are cast.
-    """
+    """Returns the first action of leaves -> their number, and those of others."""
     found: dict[str, tuple[int, dict[str, int]]] = {}
     for first, *others in restore_plan.outcomes.values():
         total, parts = found.get(first, (0, {}))
@@ -196,10 +192,9 @@ def count_outcomes(restore_plan: RestorePlan) -> dict[str, tuple[int, dict[str, 
 
 
 def describe_outcomes(restore_plan: RestorePlan, dropped: int = 0) -> str:
-    """Returns text on how many leaves have each outcome: `2 loaded (1 cast), 6 init`.
+    """Returns a text for plans and logs of restores: `2 loaded (1 cast), 6 init`.
 
-    The plan and the log of its restore have the same text. `dropped` leaves take the
-    place of those that the plan names.
+    `dropped` leaves take the place of those that the plan names.
     """
     counts = count_outcomes(restore_plan)
     if dropped:

@@ -56,7 +56,6 @@ class RestoreOptions:
 
     Attributes:
         unused: None for what `purpose` does: a resume brings leaves back, or fails.
-        max_concurrent_bytes: Bytes to read at one time.
         purpose: A `load` leaves out what the state has no leaf for. A `restore` of a
             step fills empty places of the state. A `resume` of a run also adds keys to
             mappings, and leaves nothing out.
@@ -113,17 +112,10 @@ class ComputedNumber(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
-    """Steps to execute a plan.
+    """Steps to execute a plan: arrays to read, leaves to compute and to initialize.
 
-    Attributes:
-        jobs: Arrays to read.
-        derived: Leaves to compute from arrays.
-        given: Leaf path -> value known without reading.
-        fresh: Optimizer leaves to initialize from the restored parameters.
-        flat: The abstract state; None to restore the structure of the checkpoint.
-        structure: The containers of the result if `flat` is None.
-        as_asked: Leaves initialized because of an option of the caller.
-        numbers: Leaves among `derived` to compute as Python numbers.
+    `flat` is the abstract state; without one, `structure` has the containers of the
+    result. `as_asked` leaves are initialized because of an option.
     """
 
     jobs: tuple[_arrays.read_plan.ReadJob, ...]
@@ -142,10 +134,7 @@ class Recipe:
 def make_plan(
     stored: Stored, abstract_state: PyTree | None, options: RestoreOptions
 ) -> tuple[RestorePlan, Recipe]:
-    """Plans the restore of the leaves of `abstract_state`, or of all leaves.
-
-    Raises DamagedCheckpointError if a wanted leaf is in a damaged item.
-    """
+    """Plans the restore of the leaves of `abstract_state`, or of all leaves."""
     if abstract_state is None:
         stored.check_items(stored.items.trees)
         table = _boxed_table(stored, options)
@@ -227,11 +216,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
 
 
 class _RecipeBuilder:
-    """Collects the leaves to read, to compute and to initialize; see `Recipe`.
-
-    `bytes_to_read` are those of all processes together; sources that computed leaves
-    share count once.
-    """
+    """Collects the leaves of a recipe; counts sources that leaves share once."""
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
@@ -364,8 +349,7 @@ class _Planner:
     def _choose(self) -> dict[LeafPath, list[LeafPath]]:
         """Returns each wanted leaf -> the stored leaves that may match.
 
-        Each stored moment belongs to a single parameter, so a moment that matches
-        several wanted leaves is ambiguous. Counters may be shared.
+        A moment that matches several wanted leaves is ambiguous; counters are shared.
         """
         chosen = {
             path: self._candidates(path)
@@ -442,10 +426,7 @@ class _Planner:
         path: LeafPath,
         candidates: Sequence[LeafPath],
     ) -> set[str]:
-        """Returns the damaged items that may have a leaf; empty if the leaf is intact.
-
-        Transforms may take a leaf from any item that is present.
-        """
+        """Returns the damaged items that may have a leaf; empty if it is intact."""
         if not self._options.transforms:
             branch = path.partition("/")[0]
             return {branches[branch]} if branch in branches else set()
@@ -459,10 +440,7 @@ class _Planner:
 
     @_util.forks.lazy
     def _damaged_branches(self) -> Mapping[LeafPath, str]:
-        """Branch of the state -> the item, if that is damaged, or missing.
-
-        Leaves of missing items may be initialized, those of damaged items never.
-        """
+        """Branch of the state -> its item, if damaged, or missing and required."""
         branches = self._stored.damaged_branches
         if self._options.missing == "error":
             return branches
@@ -470,11 +448,7 @@ class _Planner:
         return {branch: i for branch, i in branches.items() if i not in left_out}
 
     def _candidates(self, path: LeafPath) -> list[LeafPath]:
-        """Returns stored leaves that may match, by path or by role in the optimizer.
-
-        Optimizer leaves are matched by role, because another chain may have another
-        transform at the same path.
-        """
+        """Returns stored leaves that may match, by path; of optimizers, by role."""
         if path in self._facts and self._options.optimizer != "exact":
             return self._matcher.find(path)
         exact = self._paths.find(path)
@@ -562,10 +536,7 @@ class _Planner:
 
     @_util.forks.lazy
     def _whole(self) -> tuple[str, ...]:
-        """Prefixes of the parts of leaves of registered classes.
-
-        Such a leaf is restored whole, or it would be another leaf.
-        """
+        """Prefixes of leaves of registered classes, which are restored whole."""
         return tuple(
             f"{_state.tree.join(keys)}/" if keys else ""
             for keys, node in _state.tree.containers(self._flat.structure)

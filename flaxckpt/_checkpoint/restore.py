@@ -134,20 +134,13 @@ def load_async(
     ```
 
     The plan is made before the return, so a checkpoint that does not exist or does not
-    fit the state is an error of this call. Do not donate or change `abstract_state`
-    before `wait` has returned, if the result takes values from it.
+    fit the state is an error of this call; `wait` raises errors of reading. Do not
+    donate or change `abstract_state` before `wait` has returned, if the result takes
+    values from it.
 
-    With several processes, only the reading runs on the other thread, and `wait` does
-    the rest: the exchange of `read_once`, transforms, and the initialization of
-    optimizer leaves. All processes must then call `wait` at the same place of the
-    program, as for `load`.
-
-    Returns:
-        A handle; its `wait()` returns the state.
-
-    Raises:
-        CheckpointNotFoundError, CheckpointFormatError, RestoreMismatchError: As for
-            `load`; `wait` raises errors of reading.
+    With several processes, `wait` does all but the reading: the exchange of
+    `read_once`, transforms, and the initialization of optimizer leaves. All processes
+    must then call `wait` at the same place of the program.
     """
     wanted = RestoreOptions(**options)
     with _util.gc_pause.pause():
@@ -182,10 +175,7 @@ def load_source(
     options: RestoreOptions,
     counter: _util.progress.Counter,
 ) -> tuple[PyTree, tuple[Lineage, ...], int, str]:
-    """Returns a state for a run to begin with, its lineage, its step, and the outcome.
-
-    The outcome is how many leaves were loaded, initialized and left out, as a text.
-    """
+    """Returns a state to begin with, its lineage, its step, and the outcome as text."""
     stored = locate.open_checkpoint(path, step)
     digest = _file_digest(stored)
     planned = Restore(stored, abstract_state, options, counter)
@@ -204,9 +194,8 @@ def load_source(
 def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
     """Returns the step at which a run begins that continues a source's optimizer.
 
-    It is the value of the step counter beside the optimizer; without one, the step of
-    the source, and of a source without a step number, the count of its optimizer.
-    `fresh` are the leaves that the source lacks.
+    It is the value of the step counter beside the optimizer; else the source's step;
+    else the optimizer's count.
     """
     flat = _state.flax_state.flatten(state)
     counters = planner.step_counters(flat.optimizer_facts)
@@ -282,12 +271,8 @@ def plan(
 ) -> RestorePlan:
     """Returns the plan of `load` with the same arguments, without reading arrays.
 
-    The plan's `problems` are the reasons why `load` would fail.
-
-    Raises:
-        CheckpointNotFoundError: `path` does not exist.
-        CheckpointFormatError: `path` is not a checkpoint.
-        DamagedCheckpointError: The metadata is missing or has changed.
+    The plan's `problems` are the reasons why `load` would fail. Raises the errors of
+    `metadata`.
     """
     wanted = RestoreOptions(**options)
     return _plan(locate.open_checkpoint(path, step), abstract_state, wanted)
@@ -303,11 +288,8 @@ def plan_for_target(
 ) -> RestorePlan:
     """Returns the plan of `load` into the state that was saved as `target`.
 
-    Like `plan`, with its options, but the program that saved `target` has an optimizer,
-    which initializes the optimizer leaves that `path` lacks, and values for the leaves
-    that `missing="init"` keeps. With `as_source`, a new run begins from `path`, as with
-    `restore_or_init(source=…)`: with `optimizer="reinit"`, step counters begin anew,
-    too.
+    Like `plan`, but the program that saved `target` has an optimizer and all values.
+    With `as_source`, a new run begins from `path`, as with `restore_or_init(source=…)`.
     """
     wanted = RestoreOptions(**options, is_source=as_source, has_values=True)
     stored = locate.open_checkpoint(path, step)
@@ -368,11 +350,7 @@ def _plan(
 @_util.gc_pause.pause()
 @_util.guessed_names.explain
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
-    """Returns the metadata of a checkpoint, without reading arrays.
-
-    Args:
-        path: A checkpoint, or a run directory.
-        step: Step of a run directory; by default the newest.
+    """Returns the metadata of a checkpoint, or of a step, by default a run's newest.
 
     Raises:
         CheckpointNotFoundError: `path` does not exist.
@@ -386,7 +364,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
 def open_leaf(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None
 ) -> ts.TensorStore:
-    """Opens an array of a checkpoint, read-only.
+    """Opens an array of a checkpoint, or of a step of a run, read-only.
 
     Values are read when you index the array. If the only checksum covers a whole file
     (zarr 2, numpy archives, small databases), the file is read and compared first.
@@ -395,11 +373,6 @@ def open_leaf(
     kernel = open_leaf("run", "params/dense/kernel")
     first_rows = kernel[:10].read().result()
     ```
-
-    Args:
-        path: A checkpoint, or a run directory.
-        leaf_path: Path of the leaf.
-        step: Step of a run directory; by default the newest.
 
     Raises:
         RestoreMismatchError: The leaf does not exist, or is not an array.
@@ -434,10 +407,8 @@ def open_leaf(
 class Restore:
     """A planned restore: call `read`, then `compute`, then `build`.
 
-    With several processes, all call `compute` at the same place of the program, as it
-    may run computations on the devices of all processes; `read` runs none with
-    communication, so that it may run on a thread of its own. Raises
-    RestoreMismatchError if the checkpoint does not fit the state.
+    With several processes, all call `compute` at the same place of the program; `read`
+    communicates with none, so that it may run on a thread of its own.
     """
 
     def __init__(
@@ -604,11 +575,7 @@ def restore(
     has_read: Callable[[], object] = lambda: None,
     fetch: Fetch | None = None,
 ) -> PyTree:
-    """Loads the leaves of `abstract_state`, or all leaves without an abstract state.
-
-    Calls `fetch` before reading, and `has_read` after reading, before computing leaves
-    from the read arrays.
-    """
+    """Loads the leaves of `abstract_state`, or all leaves without an abstract state."""
     planned = Restore(stored, abstract_state, options, counter)
     with _util.progress.bar(counter):
         if fetch is None:
@@ -667,10 +634,7 @@ def _failed_build_reported(path: str) -> Iterator[None]:
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:
-    """Moves a dataset iterator to the position saved with the state.
-
-    Raises DatasetStateError if none was saved, or it was deleted on purpose.
-    """
+    """Moves a dataset iterator to the saved position; DatasetStateError without one."""
     path = _storage.paths.from_text(stored.metadata.path)
     if stored.items.dataset in stored.metadata.deleted_items:
         reason = (
@@ -768,10 +732,7 @@ def _list_static(
 
 
 def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
-    """Returns the leaves that get another type, each with both types.
-
-    Python integers are left out: any type holds their exact value, or is refused.
-    """
+    """Returns the leaves with another type, and both types; not of Python integers."""
     return [
         (path, f"{leaf.found.dtype} to {leaf.wanted.dtype}")
         for path, leaf in planned.leaves.items()

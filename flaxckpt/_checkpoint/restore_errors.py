@@ -45,11 +45,7 @@ def make_error(
     is_source: bool,
     is_resume: bool,
 ) -> errors.RestoreMismatchError:
-    """Returns the error of a plan with problems: its rows and advice.
-
-    `has_transforms` and `has_state` say what the caller passed; a new run begins from a
-    source, and a run continues at a resume.
-    """
+    """Returns the error of a plan with problems: its rows and advice."""
     argument = "source_transforms" if is_source or is_resume else "transforms"
     groups = [] if has_transforms else moved.find_moved(planned, stored.table)
     others = [problem for problem in planned.problems if not problem.advice]
@@ -175,11 +171,7 @@ def _advise(
     *,
     has_state: bool,
 ) -> str:
-    """Returns advice on problems that do not come with advice of their own.
-
-    `groups` are leaves that are stored in other containers; `argument` is the name of
-    the argument with the transforms.
-    """
+    """Returns advice on problems without their own; `groups` are leaves that moved."""
     problems = planned.problems
     kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
@@ -232,11 +224,7 @@ def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
 
 
 def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
-    """Returns patterns of the parameters of other shapes, such as of a head.
-
-    Moments are dropped with their parameters. Empty if there are many patterns, or
-    leaves with other problems.
-    """
+    """Returns patterns of the parameters of other shapes, such as of a head, if few."""
     other = {
         path
         for path, leaf in planned.leaves.items()
@@ -266,10 +254,7 @@ def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
 def _whole_branch(
     path: LeafPath, leaves: Set[LeafPath], known: Iterable[LeafPath]
 ) -> LeafPath | None:
-    """Returns the largest container of `path` with only `leaves`, or None.
-
-    A container at the root is returned only if it holds `path` itself.
-    """
+    """Returns the largest container of `path` with only `leaves`, or None."""
     found, parent = None, path.rpartition("/")[0]
     while parent and (found is None or "/" in parent):
         if any(p.startswith(f"{parent}/") and p not in leaves for p in known):

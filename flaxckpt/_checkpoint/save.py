@@ -168,9 +168,8 @@ def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], i
     """Copies the values of `state`, for an item of a step that another program commits.
 
     With several processes, all of them call this and the returned function, and an
-    error of one is an error of all. The directory `path` of the item need not exist
-    yet; the items of `options` must be `Items(state="")`. The returned function writes
-    the item into the existing directory durably, and returns its size in bytes.
+    error of one is an error of all. The returned function writes the item into the
+    directory, which exists by then, durably, and returns its size in bytes.
     """
     what = f"the item {path}"
     # Each step has its own directory, and the operations of a run are counted.
@@ -380,10 +379,7 @@ def plan_leaves(
 
 
 def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None:
-    """Raises OptionError if transforms change a shared variable in one item only.
-
-    No restore could share it again. `table` has the leaves after the transforms.
-    """
+    """Raises OptionError if transforms change a shared variable in one item only."""
     alone = []
     for path, first in flat.repeated.items():
         copies = [table[name] for name in (path, first) if name in table]
@@ -402,10 +398,7 @@ def _check_repeated(flat: _state.flax_state.FlatState, table: LeafTable) -> None
 def check_names(
     infos: Sequence[LeafInfo], items: _formats.items.Items
 ) -> dict[LeafPath, str]:
-    """Returns Orbax's names of the leaves in their items, by leaf path.
-
-    Raises LeafNameError unless the leaves can be stored in their items.
-    """
+    """Returns Orbax's names of the leaves in their items, or raises LeafNameError."""
     _formats.native_names.check_branches(items, infos)
     names = {info.path: items.param_name(info) for info in infos}
     for leaves in items.split(infos).values():
@@ -420,10 +413,7 @@ def _step_around(item: Path) -> int | None:
 
 
 def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:
-    """Returns a deep copy of a user's JSON, equal to the value after a restore.
-
-    Raises OptionError if it is not JSON, or is larger than readers accept.
-    """
+    """Returns a deep copy of a user's JSON; OptionError if readers would refuse it."""
     try:
         if not isinstance(value, Mapping):
             raise ValueError(f"{what} is a {type(value).__name__}")
@@ -446,9 +436,8 @@ def write_snapshot(
 ) -> WrittenFiles:
     """Writes a snapshot and commits the checkpoint durably, from all processes.
 
-    Frees the snapshot's memory on devices. Arrays equal to those in `previous`, of an
-    earlier step, are hard-linked. After an error, written files are removed; if the
-    disk did not confirm the rename, the message says so.
+    Frees the snapshot's memory on devices. After an error, written files are removed;
+    if the disk did not confirm the rename, the message says so.
     """
     request = snapshot.request
     try:

@@ -1,10 +1,8 @@
 """Save of a checkpoint by several processes of a job.
 
-Each process writes the chunks on its devices. Process 0 makes the directory, writes
-the metadata, and commits the checkpoint when all processes report durable chunks.
-
-With a directory for each process, each commits the same metadata with its own chunks,
-when all are durable: a part of the checkpoint.
+Each process writes the chunks on its devices. Process 0 makes the directory, and
+commits when all chunks are durable. With a directory for each process, each commits
+the same metadata with its own chunks: a part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ def select_own(
 ) -> list[Named]:
     """Returns the arrays with chunks for this process to write.
 
-    Process 0 writes the values that each process holds completely: numpy arrays,
-    numbers, and jax arrays on devices of a single process. Process 0 also broadcasts
+    Process 0 writes the values that each process holds completely. It also broadcasts
     the names of arrays not on its devices, the step, and a digest of the tree: another
     step or tree in this process is an error.
     """
@@ -131,8 +128,7 @@ def write_snapshot(
 ) -> WrittenFiles:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
-    Returns the size of the whole checkpoint, equal in all processes. Nothing is kept if
-    a process could not write, is gone, or has cancelled the save.
+    Nothing is kept if a process could not write, is gone, or has cancelled the save.
     """
     operation = snapshot.request.operation
     assert operation is not None
@@ -170,10 +166,7 @@ def _lead(
 
 
 def _collect(reports: Sequence[str], arrays: commit.WrittenArrays) -> dict[str, str]:
-    """Adds to `arrays` what the other processes wrote; returns digests of other files.
-
-    `reports` are those of `_write_part`, of all processes.
-    """
+    """Adds to `arrays` what other processes wrote; returns digests of other files."""
     digests: dict[str, str] = {}
     for report in map(json.loads, reports[1:]):
         digests |= report["digests"]
@@ -207,11 +200,7 @@ def _write_part(
     previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> dict[str, JSON]:
-    """Writes the chunks and the dataset state of this process, durably.
-
-    Returns the report to process 0: digests of the files of dataset iterators, and the
-    written arrays.
-    """
+    """Writes the chunks and the dataset state of this process; returns the report."""
     contents = snapshot.contents
     arrays = commit.write_arrays(snapshot, temporary, previous, operation.check)
     dataset = contents.manifest.items.dataset
@@ -257,11 +246,7 @@ _TEXT_BYTES = 2**20
 def _write_own(
     snapshot: Snapshot, previous: _arrays.written.Previous | None, operation: Operation
 ) -> WrittenFiles:
-    """Writes this process's part, and commits it when all parts are durable.
-
-    Returns:
-        Size of the parts of all processes, and the arrays for the next save.
-    """
+    """Writes this process's part, and commits it when all parts are durable."""
     is_committed = False
     try:
         with commit.begin(snapshot) as transaction:
@@ -306,11 +291,7 @@ def _write_first(
     previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> tuple[dict[str, bytes], _Parts]:
-    """Writes the part of process 0, and sends the metadata to the others.
-
-    Returns:
-        The last files of the checkpoint, and the parts.
-    """
+    """Writes the part of process 0, and sends the metadata to the others."""
     files, arrays = commit.write_files(snapshot, transaction, previous)
     reports = operation.gather("written")
     digests = _collect(reports, arrays)

@@ -52,10 +52,7 @@ class SaveResult:
 
     @property
     def copies(self) -> int:
-        """Number of other processes that have a durable copy of each part by now.
-
-        0 unless the step is in a staging directory with `staging_copies`.
-        """
+        """Number of other processes that have a durable copy of each part by now."""
         if self.tier == "directory":
             return 0
         try:

@@ -25,10 +25,7 @@ class StoredPaths:
         self._wanted = wanted
 
     def find(self, path: LeafPath) -> LeafPath | None:
-        """Returns the path of the stored leaf at `path`, or in a box there, or None.
-
-        Orbax adds the field of a box or an NNX variable to paths.
-        """
+        """Returns the path of the stored leaf at `path`, or in a box there, or None."""
         leaf = self._table.get(path)
         if leaf is not None and leaf.info.kind != "empty":
             return path
@@ -55,8 +52,7 @@ class StoredPaths:
     def _may_be_box(self, path: LeafPath) -> bool:
         """Returns True if the contents of a stored container may be a boxed leaf.
 
-        Other formats write boxes as dicts of a single leaf. In our format, one of both
-        leaves must be known to be in a box.
+        Other formats write boxes as dicts of a single leaf.
         """
         is_ours = self._stored.metadata.format == _OURS
         return path in self._single and (

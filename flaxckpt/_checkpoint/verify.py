@@ -1,7 +1,4 @@
-"""Verification of every byte of a checkpoint.
-
-Files are read in small parts, several at a time, and not kept in memory.
-"""
+"""Verification of every byte of a checkpoint, in small parts, several at a time."""
 
 from __future__ import annotations
 
@@ -60,14 +57,10 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     The memory use is small and independent of the size of the checkpoint.
 
     ```python
-    report = verify("run", step=1000)
+    report = verify("run", step=1000)  # by default the newest step
     print(report)
     assert report.ok
     ```
-
-    Args:
-        path: A checkpoint, or a run directory.
-        step: Step of a run directory; by default the newest.
 
     Raises:
         CheckpointNotFoundError: `path` does not exist.
@@ -88,10 +81,9 @@ def verify_checkpoint(
     thorough: bool = True,
     counter: _util.progress.Counter | None = None,
 ) -> verify_report.VerifyReport:
-    """Reads and verifies the whole checkpoint `path`.
+    """Verifies a checkpoint; unless `thorough`, until the first problem.
 
-    Unless `thorough`, ends after the first problem. An error of `counter.add`, called
-    with the bytes read, ends the verification.
+    An error of `counter.add`, called with the bytes read, ends the verification.
     """
     read = functools.partial(locate.read_stored, path, step)
     return _verify(path, step, read, thorough=thorough, counter=counter)
@@ -176,8 +168,7 @@ def find_faults(
 ) -> dict[str, str]:
     """Returns the faults of files of arrays: name -> the fault.
 
-    Reads only these files, and the metadata of the checkpoint `path`. `stream` yields
-    the content of a file from elsewhere; an error is its fault. Raises
+    `stream` yields the content of a file from elsewhere; an error is its fault. Raises
     DamagedCheckpointError if the metadata is damaged.
     """
     stored = locate.read_without_classes(path)
@@ -206,10 +197,7 @@ def find_faults(
 
 
 def find_damage(path: Path, step: int | None) -> str | None:
-    """Returns a short description of proved damage to the checkpoint `path`, or None.
-
-    None also if the checkpoint cannot be read at present.
-    """
+    """Returns a short description of proved damage; None without, or if unreadable."""
     try:
         report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
@@ -440,10 +428,9 @@ def _metrics_checks(
 def _verify_foreign(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
-    """Reads and decodes every array of a checkpoint in another format.
+    """Reads and decodes every array of another format; items in ours are compared.
 
-    Items in our own format are compared with their checksums instead. Returns the files
-    in these items that are not part of them.
+    Returns the files in these items that are not part of them.
     """
     leaves = {
         p: leaf for p, leaf in stored.table.items() if verify_arrays.is_array(leaf)

@@ -27,13 +27,7 @@ _CHECKSUM_BYTES = _zarr.checksums.CHECKSUM_BYTES
 
 
 class ArrayChecks(NamedTuple):
-    """The checks of arrays.
-
-    Attributes:
-        checks: Those of files without digests.
-        undigested: The leaves without checksums.
-        files: Those among `checks` of files of databases.
-    """
+    """The checks of arrays in files without digests, and leaves without checksums."""
 
     checks: list[Check]
     undigested: dict[LeafPath, Leaf]
@@ -43,10 +37,7 @@ class ArrayChecks(NamedTuple):
 def find_checks(
     path: Path, stored: Stored, listed: Inventory, findings: Findings
 ) -> ArrayChecks:
-    """Returns the checks of arrays, after the files with digests were checked.
-
-    `findings` has the faults of these files, and receives further ones.
-    """
+    """Returns the checks of arrays, after the files with digests were checked."""
     return _Finder(path, stored, listed, findings).find()
 
 
@@ -232,15 +223,7 @@ def is_array(leaf: Leaf) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """A chunk as it must be.
-
-    Attributes:
-        key: Its key.
-        region: The values in it.
-        size: Stored bytes; 0 if the size varies.
-        max_bytes: Bytes without compression.
-        recorded: The checksum in the manifest; None if not recorded.
-    """
+    """A chunk as it must be; `size` is 0 if it varies."""
 
     key: str
     region: Region
@@ -341,10 +324,7 @@ def _check_chunk_file(
 
 
 class FileCheck:
-    """The check of a file with chunks of several leaves, from its beginning to its end.
-
-    `size` is recorded, in bytes; None for a file that has other values, too.
-    """
+    """The check of a file with chunks of several leaves, from beginning to end."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Results of verifying a checkpoint, collected by several threads.
-
-Proved damage and unreadable files are kept apart: an unreadable file proves nothing.
-"""
+"""Results of verifying a checkpoint: proved damage, and, apart, unreadable files."""
 
 from __future__ import annotations
 
@@ -70,20 +67,14 @@ class VerifyReport:
 
     @property
     def damaged_leaves(self) -> frozenset[LeafPath] | None:
-        """All leaves that a restore cannot read; None if unknown, or if there are none.
-
-        A problem of the checkpoint itself keeps a restore from reading any leaf.
-        """
+        """All leaves that a restore cannot read; None if unknown or without any."""
         if HERE in self.problems:
             return None
         return frozenset(self.unreadable) or None
 
     @property
     def summary(self) -> str:
-        """A line with the number of unreadable leaves and the files that cause this.
-
-        Empty if all leaves can be read.
-        """
+        """A line with the number of unreadable leaves and their files; may be empty."""
         if self.leaves is None:
             return "" if self.ok else "no leaf can be read"
         if not self.unreadable:
@@ -198,11 +189,7 @@ class Findings:
                 self.places.setdefault(name, place)
 
     def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:
-        """Adds the findings in an item.
-
-        `names` are those here of names in the item; other files begin with the item
-        here.
-        """
+        """Adds the findings in an item; `names` are those here of names in the item."""
         for mine, findings in (
             (self.problems, other.problems),
             (self.unread, other.unread),

@@ -18,8 +18,7 @@ from flaxckpt._types import JSON
 def is_time(step: int, state: Any, *, is_bound: bool) -> bool:
     """Returns True if clu's call `hook(step, t)` passed the time for the state.
 
-    A number is a time, as is an array of a single number without axes. Raises
-    OptionError for a number if no function returns the state, so it is not bound.
+    A number is a time; OptionError if no function returns the state instead.
     """
     is_number = isinstance(state, numbers.Real)
     if not is_number and not (is_bound and _is_number_array(state)):

@@ -266,10 +266,9 @@ class CheckpointCallback(Closing):
     def on_step(self, info: Any, force: bool = False) -> bool:
         """Saves the step if a trigger fires, for loops that pass an object per step.
 
-        Args:
-            info: Object with the attributes `state`, and `next_step` (completed steps)
-                or `step` (index of the last step); optional: `metrics` or `loss`.
-            force: Whether to save without a trigger.
+        It has the attributes `state`, and `next_step` (completed steps) or `step`
+        (index of the last step); optional: `metrics` or `loss`. `force` saves without a
+        trigger.
         """
         has_step = hasattr(info, "next_step") or hasattr(info, "step")
         if not has_step or not hasattr(info, "state"):
@@ -291,9 +290,8 @@ class CheckpointCallback(Closing):
     def should_stop(self) -> bool:
         """Returns True if a signal has asked the program to stop.
 
-        For long work between two steps, such as an evaluation: end the work, and call
-        the callback with the present step. With several processes, all processes must
-        call this at the same places.
+        For long work between two steps: end the work, and call the callback with the
+        present step. All processes must call this at the same places.
         """
         return self._preemption.is_requested()
 
@@ -353,11 +351,7 @@ class CheckpointCallback(Closing):
                 completed.release_state()
 
     def _check_beginning(self, completed: CompletedStep, *, is_forced: bool) -> None:
-        """Checks at the first call that saves will succeed and do no harm.
-
-        Raises CheckpointExistsError if the directory has steps of another run, and
-        OptionError if the loop counts steps from the beginning again.
-        """
+        """Checks at the first call that saves will succeed and do no harm."""
         self._start()
         ckpt = self.checkpointer
         self._session.check_writable("save")
@@ -545,9 +539,7 @@ class CheckpointCallback(Closing):
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, such as from an evaluation after the save.
 
-        Args:
-            step: The step in the count of the loop; see `step_is`.
-            metrics: Numbers by name, or a clu metric collection.
+        `step` is counted as in the loop; `metrics` may be a clu metric collection.
         """
         self.checkpointer.add_metrics(
             step_counter.to_completed(step, self._offset),

@@ -15,12 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class CompletedStep:
-    """A completed step, with the values to save or functions to get them.
-
-    The `values` are `state`, `metrics` and `dataset`, or None; `getters` has bound
-    functions for those not passed, by the same names. `is_bound` is True if the state
-    comes from one. Raises OptionError if the state was neither passed nor bound.
-    """
+    """A completed step, with the values to save, or functions that return them."""
 
     def __init__(
         self, step: int, values: Mapping[str, Any], getters: Mapping[str, Any]
@@ -38,11 +33,7 @@ class CompletedStep:
             )
 
     def get(self, name: str) -> Any:
-        """Returns the passed value, or the present value of the bound function.
-
-        Does not call the function again for a state or metrics already kept at the
-        report.
-        """
+        """Returns the value that was passed or kept, or that of the bound function."""
         value = self._values[name]
         if name == "state" and value is None and self._state is not None:
             return self._state.state
@@ -62,9 +53,8 @@ class CompletedStep:
     ) -> None:
         """Keeps the state, metrics and dataset position for the end of the loop.
 
-        Values of bound functions are kept if `get_state` and `get_metrics`. Otherwise
-        the state is read at the end, and belongs to this step if its own step counter
-        agrees. `before` is the step that was reported before.
+        Without `get_state`, the state is read at the end, and belongs to this step if
+        its own step counter agrees. `before` is the step that was reported before.
         """
         if get_state or not self.is_bound:
             kept = None if before is None else before._state
@@ -78,10 +68,7 @@ class CompletedStep:
         self._values["dataset"] = datasets.copy_position(self.get("dataset"))
 
     def has_own_counter(self) -> bool:
-        """Returns True if the state's own step counter makes keeping it unnecessary.
-
-        True for a bound state that the loop replaces whole, such as a `TrainState`.
-        """
+        """Returns True for a bound state replaced whole, such as a `TrainState`."""
         state = self.get("state")
         is_replaced = self.is_bound and kept_state.is_replaced_whole(state)
         return is_replaced and bool(step_counter.read_counters(state))
@@ -95,10 +82,7 @@ class CompletedStep:
         return "" if self._state is None else self._state.fault
 
     def why_gone(self, *, check_step: bool, offset: int) -> str:
-        """Returns the reason why the reported state is lost, or an empty string.
-
-        `offset` is the difference of the completed step and the step of the loop.
-        """
+        """Returns the reason why the reported state is lost, or an empty string."""
         if self._state is not None:
             reason = self._state.why_gone()
             if check_step and not reason:

@@ -1,8 +1,7 @@
 """Keeps the values of a reported state while training continues.
 
-Only small numpy arrays are copied. A jax array never changes, so a reference to the
-array is enough: this takes less time than a call of a jitted function with the same
-state. Checksums detect changes of larger numpy arrays.
+Only small numpy arrays are copied: a jax array never changes, and checksums detect
+changes of larger numpy arrays.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ _IMMUTABLE: set[type] = {type(None), bool, int, float, complex, str, bytes}
 
 
 class KeptState:
-    """The leaves of a state, any pytree or NNX objects, at the time of the report.
+    """The leaves of a state at the report; `fault` says why they cannot be kept.
 
-    The kept values of the step `before` have the variables of the same objects, which
-    are reused. `fault` is the reason why the state cannot be kept, or an empty string.
+    Variables of the same objects that the step `before` has kept are reused.
     """
 
     def __init__(self, state: PyTree, before: KeptState | None = None) -> None:
@@ -185,8 +183,8 @@ def _flatten(state: PyTree, before: KeptState | None) -> tuple[list[Any], Any]:
 class Trace:
     """Detects changes of a state without keeping the state in memory.
 
-    An array moved to other devices or copied is not a change: the values are compared
-    for numpy arrays and for the smallest jax arrays.
+    An array that is moved or copied is not a change: values of numpy arrays and of the
+    smallest jax arrays are compared.
     """
 
     def __init__(self, state: PyTree) -> None:
@@ -269,11 +267,7 @@ def _fingerprint_values(array: Any) -> Any:
 
 
 def is_replaced_whole(state: PyTree) -> bool:
-    """Returns True for an immutable state with a step counter.
-
-    For example a `TrainState`, and other frozen dataclasses and named tuples with a
-    `step`.
-    """
+    """Returns True for an immutable state with a step counter, as a `TrainState`."""
     parameters = getattr(type(state), "__dataclass_params__", None)
     is_frozen = parameters is not None and parameters.frozen
     return (is_frozen or hasattr(type(state), "_fields")) and hasattr(state, "step")

@@ -13,11 +13,7 @@ from flaxckpt import _state
 
 
 class _Slot(NamedTuple):
-    """The place of an array outside of variables.
-
-    The container is an NNX object, a list or a dictionary; the key is the attribute,
-    index or key in it.
-    """
+    """The place of an array outside of variables: a container, and the key in it."""
 
     container: Any
     key: Any
@@ -81,10 +77,9 @@ class ObjectGraph:
         )
 
     def has_same_contents(self) -> bool:
-        """Returns True if every object still holds the same objects and variables.
+        """Returns True if every object holds the same objects and variables.
 
-        Faster than `is_current`. If True, all places are unchanged; if False, they may
-        have changed.
+        Faster than `is_current`. If False, places may be unchanged all the same.
         """
         return not any(contents.have_changed() for contents in self._contents)
 
@@ -107,10 +102,7 @@ def _are_identical(these: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class _Contents:
-    """The contents of an object, dictionary or list.
-
-    Plain values and arrays may be replaced by values of the same kind.
-    """
+    """The contents of a container; plain values and arrays stand for their kind."""
 
     def __init__(self, node: Any) -> None:
         self._items: Any = node if isinstance(node, dict | list) else vars(node)

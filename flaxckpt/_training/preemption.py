@@ -20,10 +20,8 @@ _log = logging.getLogger(__name__)
 class Preemption:
     """Watches for requests to stop the program, and saves in the time that is left.
 
-    If `watches`, they are signals and those of jax's preemption service. With the
-    `exit_code` None, the program continues to run. `is_handled` is True once the
-    request has been handled. `offset` is the difference of a completed step and the
-    step of the loop.
+    With the `exit_code` None, the program continues to run. `offset` is the difference
+    of a completed step and the step of the loop.
     """
 
     def __init__(
@@ -83,10 +81,9 @@ class Preemption:
         return any(row[0] for row in _util.processes.gather_flags([is_noticed]))
 
     def agree(self, triggers: Triggers) -> tuple[bool, Notice | None]:
-        """Returns True if it is time for a save, and the request to stop or None.
+        """Returns True if a save is due, and the request to stop, equal everywhere.
 
-        All processes get the same result, from the clock of process 0 and the signals
-        of all processes.
+        It is due by the clock of process 0 and the signals of all processes.
         """
         notice = None if self._watch is None else self._watch.poll()
         if self._watch is None and not triggers.has_clock:
@@ -115,11 +112,7 @@ class Preemption:
     def save(
         self, completed: CompletedStep, notice: Notice, save: Callable[..., bool]
     ) -> bool:
-        """Saves after a request to stop, and waits until the save is durable.
-
-        `save` saves a whole step; with `is_bare`, without metrics and JSON. Returns
-        True if it has.
-        """
+        """Saves after a request to stop, and waits; returns True for the whole step."""
         self.is_handled = True
         try:
             self._checkpointer.wait()
@@ -135,10 +128,7 @@ class Preemption:
     def _save_in_time(
         self, completed: CompletedStep, notice: Notice, save: Callable[..., bool]
     ) -> tuple[str, bool]:
-        """Saves the step, or only its parameters if the time is short.
-
-        Returns the end of the sentence "step 3 …", and True for the whole step.
-        """
+        """Saves the step, or its parameters; returns a text and True for the step."""
         if session_of(self._checkpointer).saves.has_saved(completed.step):
             return "was already saved", False
         self._note_duration()
@@ -175,10 +165,7 @@ class Preemption:
         return False
 
     def _wait_for_copies(self, notice: Notice) -> str:
-        """Waits for copies at other processes, while time is left.
-
-        Returns the end of a sentence if they are not durable.
-        """
+        """Waits for copies in the time that is left; returns text without them."""
         try:
             self._checkpointer.wait_for_copies(self._secs_left(notice))
         except errors.CheckpointError as error:

@@ -55,9 +55,8 @@ def check(
 ) -> Preflight | None:
     """Rehearses a save without writing arrays, and tests the directory.
 
-    Returns the expected size and duration of saves; None after an error that is only
-    logged. Raises SaveFailedError if the directory cannot be written to, or has not
-    enough space; see also `Checkpointer.save`.
+    Returns None after an error that is only logged. Raises SaveFailedError if the
+    directory cannot be written to, or has not enough space.
     """
     try:
         return _check(checkpointer, state, dataset, json)
@@ -145,10 +144,7 @@ def _report(directory: Path, preflight: Preflight) -> None:
 
 
 def _probe(directory: Path, content: bytes) -> float:
-    """Performs the file operations of a save with a small file.
-
-    Returns the bytes written per second.
-    """
+    """Does the file operations of a save; returns the bytes written per second."""
     final = directory / _storage.temporary.PREFLIGHT
     renamed = _storage.temporary.new_path(final, _storage.temporary.WRITING)
     action = "make a directory in"

@@ -34,8 +34,6 @@ def check(
     """Compares a step from the trained state with a step from the restored state.
 
     The first step gives the state to save: its types may differ from those of `state`.
-    Raises ResumeMismatchError if the results differ, and RestoreMismatchError if the
-    saved state does not fit `fresh`.
     """
     if not callable(step_fn):
         raise errors.OptionError(
@@ -163,10 +161,7 @@ def _is_same(wanted: Values, found: Values, path: LeafPath) -> bool:
 
 
 def _is_same_number(wanted: Any, found: Any) -> bool:
-    """Returns True if a scalar came back as an equal Python number.
-
-    The state before the first step may have a Python number where a step has a scalar.
-    """
+    """Returns True if a scalar came back as an equal Python number."""
     is_number = isinstance(found, int | float | complex)
     is_scalar = isinstance(wanted, jax.Array) and wanted.shape == ()
     return is_number and is_scalar and not _is_key(wanted) and bool(wanted == found)

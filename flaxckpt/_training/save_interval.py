@@ -30,14 +30,7 @@ _CHANGE = 1.2
 
 
 class Choice(NamedTuple):
-    """A choice of the time between saves.
-
-    Attributes:
-        interval_secs: Seconds from a save to the next.
-        cost_secs: Seconds that the training loop loses to a save.
-        save_secs: Seconds until a save is durable.
-        reason: Text for the log, with the figures above.
-    """
+    """A choice of the time between saves, and why; `cost_secs` delay the loop."""
 
     interval_secs: float
     cost_secs: float
@@ -49,12 +42,10 @@ class SaveInterval:
     """Measures steps and saves, and chooses the time between saves.
 
     A save costs the time of the call that begins it, and the delay of the steps until
-    it is durable: their duration minus the mean duration of the other steps. Saves may
-    cost the fraction `overhead` of the time of the loop. With the mean time between
-    failures, `mtbf_secs`, the interval is also at least the one at which saves and
-    repeated work cost least together, `sqrt(2 * cost * mtbf)`: J. W. Young, "A first
-    order approximation to the optimum checkpoint interval", Communications of the ACM
-    17(9), 1974.
+    it is durable. With the mean time between failures, `mtbf_secs`, the interval is at
+    least the one at which saves and repeated work cost least together,
+    `sqrt(2 * cost * mtbf)`: J. W. Young, "A first order approximation to the optimum
+    checkpoint interval", Communications of the ACM 17(9), 1974.
     """
 
     def __init__(
@@ -88,10 +79,7 @@ class SaveInterval:
         self._step_began = self._clock()
 
     def end_step(self) -> Choice | None:
-        """Records the time at which the loop ends a step.
-
-        Returns the choice to report, if it differs from the one reported before.
-        """
+        """Records the end of a step; returns a choice that was not reported yet."""
         if self._step_began is None:
             return None
         secs, self._step_began = self._clock() - self._step_began, None
@@ -165,13 +153,7 @@ class SaveInterval:
 
 
 class _Cost(NamedTuple):
-    """The measured times of a save.
-
-    Attributes:
-        blocked_secs: Duration of the call.
-        steps: Durations of the steps beside the save.
-        save_secs: Seconds until the save was durable.
-    """
+    """The measured times of a save, and of the steps beside it."""
 
     handle: SaveHandle
     blocked_secs: float

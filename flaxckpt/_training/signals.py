@@ -42,9 +42,9 @@ class Notice(NamedTuple):
 class Watch:
     """Records the first termination signal as its `notice`.
 
-    Also calls the program's own previous handler of the signal. A second Ctrl-C ends
-    the program at once. Other signals may arrive repeatedly, because some launchers
-    send them to each process and to the whole group.
+    Also calls the program's own handler. A second Ctrl-C ends the program at once;
+    other signals may repeat, as some launchers send them to each process and to the
+    group.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,10 +54,9 @@ class Watch:
         self._program: _Program | None = None
 
     def begin(self) -> bool:
-        """Starts watching, without an earlier notice; does nothing if already watching.
+        """Starts watching; returns True unless already watching.
 
-        Leaves ignored signals alone, and SIGTERM if jax's preemption service handles
-        SIGTERM. Returns True if watching has started with this call.
+        Leaves ignored signals alone, and SIGTERM if jax's preemption service has it.
         """
         self._program = _running_program()
         if self in _watches:
@@ -80,10 +79,7 @@ class Watch:
             self.notice = Notice(name, self._clock())
 
     def poll(self) -> Notice | None:
-        """Returns the notice, or None; also checks jax's preemption service.
-
-        All processes of a job must poll equally often.
-        """
+        """Returns the notice, or None; all processes must poll equally often."""
         self._polls += 1
         self._program = _running_program()
         if self.notice is None and _util.processes.reached_preemption(self._polls):
@@ -91,11 +87,7 @@ class Watch:
         return self.notice
 
     def is_over(self, frame: FrameType | None) -> bool:
-        """Returns True if the loop has ended without closing the callback.
-
-        True if the notebook cell, or the input to Python's prompt, with the last poll
-        has ended. `frame` is the current one of the main thread.
-        """
+        """Returns True if the cell or prompt with the last poll has ended."""
         if self._program is None:
             return False
         while frame is not None:
@@ -106,11 +98,7 @@ class Watch:
 
 
 class _Program(NamedTuple):
-    """A running script, notebook cell or input to Python's prompt.
-
-    `frame` is the `id` of the frame: a reference would keep its variables. The code
-    object is different for each cell.
-    """
+    """A running script, cell or prompt, without a reference to its variables."""
 
     frame: int
     code: CodeType

@@ -35,11 +35,7 @@ def restore_or_init(
     source_map: str | Sequence[Transform],
     options: RestoreOptions,
 ) -> tuple[PyTree, int]:
-    """Returns the initial state of a loop, and the number of completed steps.
-
-    See `CheckpointCallback.restore_or_init`; `options` are those for loading the
-    source, of which `unused` also applies to a step.
-    """
+    """Returns the initial state and step; see `CheckpointCallback.restore_or_init`."""
     source_map = _check_map(source_map, source)
     session = session_of(checkpointer)
     checkpointer.wait()
@@ -107,10 +103,7 @@ def _warn_of_ignored(checkpointer: Checkpointer, source: PathLike) -> None:
 
 
 def _warn_of_lost(run: RunSteps, begun: int | None) -> None:
-    """Logs a warning if the journal has a newer step that no one has deleted.
-
-    `begun` is the step from which the run continues; None if it begins anew.
-    """
+    """Logs a warning if the journal has a newer step that no one has deleted."""
     if not _util.job.is_first() or (begun is not None and run.is_in_parts):
         return
     last = {
@@ -181,10 +174,9 @@ def check(
 ) -> int:
     """Returns the step from which the run continues, if known; 0 for a new run.
 
-    `step` is the first that the loop completes. Steps newer than `began_at`, which was
-    restored, are damaged; if the loop has begun before, `again`, they may be its own.
-    Raises CheckpointExistsError if the directory has steps of another run, and
-    OptionError if the loop counts steps from the beginning again.
+    Steps newer than `began_at`, the restored step, are damaged, or the loop's own if it
+    has begun before. Raises CheckpointExistsError for steps of another run, and
+    OptionError if the loop counts from the beginning again.
     """
     checkpointer.wait()
     directory, latest = checkpointer.directory, checkpointer.latest_step()
@@ -226,10 +218,7 @@ class FirstState:
         self._trace = kept_state.Trace(state)
 
     def check_counted(self, state: PyTree, step: int) -> None:
-        """Raises OptionError if the same step is reported again with another state.
-
-        Does not check states with their own step counter.
-        """
+        """Raises OptionError if the same step is reported again with another state."""
         if self._step != step or step_counter.read_counters(state):
             return
         if self._trace.has_changed(state):

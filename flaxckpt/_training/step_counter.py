@@ -17,11 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_completed(step: Any, offset: int) -> int:
-    """Returns the number of completed steps: `offset` more than the loop's `step`.
-
-    `step` is an int, a whole float, or a 0-d array. Raises OptionError for others, and
-    for a number that no checkpoint can have.
-    """
+    """Returns the number of completed steps, or OptionError for an invalid number."""
     number = None
     with contextlib.suppress(Exception):  # others' arrays may raise anything
         if np.ndim(step) == 0 and not isinstance(step, str | bytes):
@@ -37,11 +33,9 @@ def to_completed(step: Any, offset: int) -> int:
 def check(state: PyTree, completed: int, *, offset: int = 0) -> None:
     """Raises OptionError if the state's step counters disagree with the loop's step.
 
-    Reads `step` of the state (`TrainState`, a dict) and, for a tuple, list or dict of
-    several objects (an NNX model and its optimizer), of each element. A single counter
-    that agrees is enough: the networks of a GAN may be trained in turns. Waits for the
-    training step that computes the counter. `offset` was added to the step that the
-    loop passed: 1 for an index.
+    Reads `step` of the state and, for a tuple, list or dict of several objects (an NNX
+    model and its optimizer), of each element. A single counter that agrees is enough:
+    the networks of a GAN may be trained in turns. Waits for the training step.
     """
     counts = read_counters(state)
     if counts and completed not in counts.values():
@@ -116,9 +110,8 @@ def _count(step: Any) -> int | None:
 class Consumption:
     """Detects batches that leave a dataset before the loop uses them.
 
-    A prefetcher around the dataset takes batches in advance; a run that restores the
-    dataset's own state would then skip these batches. Two positions give the batches
-    per step; with the initial position, they give the batches taken in advance.
+    A prefetcher takes batches in advance, which a restored run would skip. Two
+    positions give the batches per step; with the initial one, those taken in advance.
     """
 
     def __init__(self) -> None:

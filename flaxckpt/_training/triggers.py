@@ -22,11 +22,7 @@ class Due(NamedTuple):
 
 
 class Triggers:
-    """Decides after each step about a save: any trigger makes a save due.
-
-    Those of steps fire when the loop reaches or passes a step, and those of time when
-    the time since the last save has passed; `interval` chooses this time.
-    """
+    """Decides after each step about a save: any trigger makes a save due."""
 
     def __init__(
         self,
@@ -87,11 +83,7 @@ class Triggers:
         )
 
     def due(self, completed: int, previous: int, *, time_is_up: bool) -> Due | None:
-        """Returns the reason to save after step `completed`, or None.
-
-        Loops may skip steps, so those between `previous`, reported before, and
-        `completed` count. The processes agree on `time_is_up`.
-        """
+        """Returns the reason to save after a step, or after one since `previous`."""
         is_first, self._has_begun = not self._has_begun, True
         if completed <= 0:
             return None
