@@ -1,8 +1,6 @@
 """Reads leaves piece by piece, for work on more arrays than memory holds.
 
-A piece is a few whole rows of an array, or a part of a row: a contiguous run of bytes
-in C order, unless chunks must stay whole. Whole arrays are read as in a restore, parts
-through TensorStore. Both are verified.
+A piece is a contiguous run of bytes in C order, unless chunks must stay whole.
 """
 
 from __future__ import annotations
@@ -67,10 +65,9 @@ class Piece(NamedTuple):
 
 
 def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
-    """Cuts a leaf into pieces of at most `max_bytes`, if chunks allow.
+    """Cuts a leaf into pieces of at most `max_bytes`, as read and as written.
 
-    The limit is on a piece both as read and as written. Chunks of the shape
-    `chunk_shape` stay whole; None for no chunks.
+    Chunks of the shape `chunk_shape` stay whole; None for no chunks.
     """
     shape = leaf.info.stored_shape
     whole = Piece(leaf, metadata.whole(shape))
@@ -86,11 +83,7 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
 
 
 class _Cuts(NamedTuple):
-    """Parameters for cutting an array of `size` bytes.
-
-    Chunks of the shape `chunk_shape` stay whole, and those of `read_chunk` are read at
-    once; None for single elements.
-    """
+    """Parameters for cutting an array; chunks stay whole, or are read at once."""
 
     shape: Shape
     chunk_shape: Shape | None
@@ -100,11 +93,7 @@ class _Cuts(NamedTuple):
 
 
 def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
-    """Yields regions with the bounds `outer` along the first axes, in C order.
-
-    A region cut along an axis has a single row, or row of chunks, along the axes
-    before.
-    """
+    """Yields regions in C order; one that is cut has a single row on axes before."""
     shape, axis = cuts.shape, len(outer)
     rest = shape[axis:]
     rows = math.prod(metadata.extent(outer))
@@ -131,8 +120,7 @@ def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
 def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
     """Yields batches of at most `max_bytes`, or of a single larger piece.
 
-    Leaves computed from the same sources stay together, so that sources are read
-    once.
+    Leaves of the same sources stay together, so that sources are read once.
     """
     groups: dict[object, list[Piece]] = {}
     for n, piece in enumerate(pieces):
@@ -147,8 +135,7 @@ def batches(pieces: Iterable[Piece], max_bytes: int) -> Iterator[list[Piece]]:
 def read(pieces: Sequence[Piece], *, max_bytes: int) -> list[Array]:
     """Reads the values of pieces, converted to the types of their leaves.
 
-    At most `max_bytes` are in transfer at a time. Raises DamagedCheckpointError for
-    values that are missing or fail their checksum; all leaves at fault are named.
+    Raises DamagedCheckpointError with all leaves that are missing or fail checksums.
     """
     whole = [p for p in pieces if p.leaf.fn is None and p.is_whole]
     parts = [p for p in pieces if p.leaf.fn is None and not p.is_whole]

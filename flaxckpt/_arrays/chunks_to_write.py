@@ -1,8 +1,4 @@
-"""The chunks of arrays in host memory, as they are to be stored.
-
-A raw chunk (see `_zarr.metadata`) has the layout of the memory. It is written
-without a copy if possible.
-"""
+"""The chunks of arrays in host memory, as they are to be stored; views if possible."""
 
 from __future__ import annotations
 
@@ -31,13 +27,7 @@ COPIES_IN_REQUESTS = 3
 
 
 class ChunkToWrite(NamedTuple):
-    """A chunk to write.
-
-    Attributes:
-        key: Index of the chunk.
-        data: The values in memory, without padding.
-        size: Stored bytes without the checksum.
-    """
+    """A chunk to write; `data` has no padding, `size` no checksum."""
 
     array: HostArray
     shard: HostShard
@@ -57,11 +47,7 @@ class ChunkToWrite(NamedTuple):
     def parts_and_checksums(
         self, encoding: Encoding, segment_bytes: int
     ) -> tuple[list[memoryview], bytes]:
-        """Returns the bytes to store and the checksums of the segments.
-
-        The bytes are the values, padding and checksum, as views where possible. The
-        last checksum is that of the chunk.
-        """
+        """Returns the bytes with padding, as views, and the checksums of segments."""
         parts = self._content()
         if not encoding.checksum:
             return parts, b""

@@ -21,9 +21,8 @@ _log = logging.getLogger(__name__)
 class DeviceCopy:
     """A copy of an array within its device, perhaps in progress.
 
-    Keeps the original until the copy is whole, because a device may report a lack of
-    memory after the call that copies. `value` is the copy, or an array that shares its
-    memory; after a failure, the original.
+    Keeps the original until the copy is whole: a lack of memory may show late. `value`
+    is the copy, or what shares its memory; after a failure, the original.
     """
 
     __slots__ = ("_copy", "_original", "value")
@@ -42,10 +41,7 @@ class DeviceCopy:
         return self._copy.nbytes
 
     def wait(self) -> None:
-        """Waits for the copy, and forgets the original.
-
-        Raises RuntimeError if the copy failed, and the original was donated or deleted.
-        """
+        """Waits for the copy; RuntimeError if it failed and the original is gone."""
         try:
             jax.block_until_ready(self.value)
         except RuntimeError as error:
@@ -67,10 +63,8 @@ def copy(
 ) -> list[DeviceCopy | jax.Array] | None:
     """Copies arrays of one device each within their memory, without waiting.
 
-    Runs a program on each device alone, so that processes need not agree on an order.
     The arrays may be donated after the call. With `needs_room`, copies only if a
-    training step has enough memory beside the copies. Of an array in host memory,
-    returns a jax array there; None if the memory does not suffice.
+    training step has enough memory beside them; None if the memory does not suffice.
     """
     if needs_room and not device_memory.has_room(arrays):
         _log.debug("no memory on devices for a snapshot of %d arrays", len(arrays))
@@ -110,11 +104,10 @@ def _copy_beside(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 @functools.cache
 def _program(device: jax.Device) -> Any:
-    """Returns a function that copies a list of arrays on a device.
+    """Returns a compiled function that copies a list of arrays on a device.
 
-    Compiled once for a list of shapes and types: a call then takes a tenth of the time
-    of `device_put`. The device is given, as arrays that are not committed to theirs
-    would move to the default device.
+    It takes a tenth of the time of `device_put`. Uncommitted arrays would move without
+    the device.
     """
     return jax.jit(
         lambda arrays: [jnp.copy(array) for array in arrays],

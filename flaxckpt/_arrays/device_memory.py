@@ -21,9 +21,8 @@ _largest: collections.defaultdict[jax.Device, int] = collections.defaultdict(int
 def has_room(arrays: Sequence[jax.Array]) -> bool:
     """Returns True if all devices have memory for copies of `arrays` beside a step.
 
-    Each array is on one device. Between two steps, a program uses less memory than in a
-    step. So the peak counts, less the copies that earlier saves have made. Returns
-    False if a device does not report its memory, as CPUs.
+    The peak counts, less the copies of earlier saves. False if the memory is unknown,
+    as of CPUs.
     """
     return all(
         _has_room(device.memory_stats() or {}, size, _largest[device])

@@ -28,11 +28,7 @@ def write_encoded(
     encoding: Encoding,
     report: _util.progress.Count,
 ) -> None:
-    """Writes arrays, or parts of arrays that exist, by TensorStore.
-
-    They have `ENCODED_AT_ONCE` bytes at most; `report` gets the bytes of written
-    values, as in memory.
-    """
+    """Writes arrays, or parts, of `ENCODED_AT_ONCE` bytes at most, by TensorStore."""
     if arrays:
         _storage.store_requests.use_threads()
     context = _storage.store_requests.context()

@@ -30,11 +30,7 @@ _AT_ONCE = 256 * 2**20
 
 @to_device.any_values()
 def evaluate_state(table: LeafTable) -> LeafTable:
-    """Returns the leaf table of a state with computed leaves evaluated.
-
-    Runs without jit: a training loop saves repeatedly, each table has new functions,
-    and jax has compiled their operations already.
-    """
+    """Returns the leaf table of a state with computed leaves evaluated, without jit."""
     for leaf in table.values():
         _check_no_stored(leaf)
     differences: list[_Difference] = []
@@ -127,11 +123,10 @@ def _on_common_devices(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 def read(
     leaves: Sequence[Leaf], options: arrays_read.ReadOptions
 ) -> dict[LeafPath, Any]:
-    """Reads the sources of leaves, and computes the leaves, whose infos are as wanted.
+    """Reads the sources of leaves, each once, and computes the leaves.
 
-    Reads each source once. Leaves with common sources are computed together; other
-    leaves in batches within the byte budget. Raises DamagedCheckpointError for values
-    that are missing or damaged, and OptionError for tied leaves of different values.
+    Raises DamagedCheckpointError for values that are missing or damaged, and
+    OptionError for tied leaves of different values.
     """
     values: dict[LeafPath, Any] = {}
     differences: list[_Difference] = []

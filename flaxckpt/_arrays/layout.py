@@ -1,7 +1,4 @@
-"""Chunks of arrays, and the parts that each device writes.
-
-Works with integers, names and shardings only, without values or files.
-"""
+"""Chunks of arrays, and the parts that each device writes, by shapes and shardings."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ _MIN_GROUP_BYTES = 16 * 2**20
 
 
 class Writing(NamedTuple):
-    """Division of a shard among its writing replicas, into parts of a shape.
-
-    `slices` are the parts of the replicas; None if a single replica writes the shard.
-    """
+    """Division of a shard among its replicas; `slices` is None if one writes it."""
 
     slices: zarr_chunk_shape.ReplicaSlices | None
     shape: Shape
@@ -78,11 +72,7 @@ def task(info: LeafInfo) -> writer_assignment.Task:
 
 
 def write_shape(info: LeafInfo, shape: Shape) -> Shape:
-    """Returns the shape of the part written by a device, at least 1 along each axis.
-
-    The part is a shard, or a part of a replicated shard. `shape` is as stored; for PRNG
-    keys, with one more axis than the leaf.
-    """
+    """Returns the shape of the part written by a device, at least 1 along each axis."""
     if info.sharding is None:
         return _at_least_one(shape)
     return _at_least_one(

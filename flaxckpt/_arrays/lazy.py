@@ -1,8 +1,4 @@
-"""Defines computed leaves, functions of other leaves; `_arrays.evaluate` runs them.
-
-JAX traces the function of a computed leaf: the shape of the result is known before
-anything is read, and the function runs on the devices of the result.
-"""
+"""Computed leaves, functions of others, traced for their shapes before any read."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ once, to the type that is stored or restored, however many functions have comput
 class Deriver:
     """Creates computed leaves for a transform, in `with` blocks.
 
-    The end of a block raises one error for all leaves that cannot be computed. Caches
-    the result shapes of functions, because tracing is slow and layers are alike.
+    The end of a block raises one error for all leaves that cannot be computed.
     """
 
     def __init__(self, what: str) -> None:
@@ -135,13 +130,7 @@ def _joined_transforms(leaves: Sequence[Leaf]) -> tuple[str, ...]:
 class Equality(NamedTuple):
     """A condition for the value of a computed leaf: two of its sources are equal.
 
-    Attributes:
-        path: The leaf that is kept.
-        other: The leaf that must have equal values.
-        size: Number of elements.
-        count_differing: Maps the sources of the computed leaf to the number of elements
-            that differ.
-        advice: What to do if they differ.
+    `count_differing` maps the sources to the number of elements that differ.
     """
 
     path: LeafPath
@@ -161,10 +150,9 @@ _ADVICE = (
 
 
 class _Computation:
-    """Function from the sources of several leaves to a leaf.
+    """Function from the sources of several leaves to a leaf, in 64 bits if wide.
 
-    `fn` maps the values of the leaves to the new value, with 64 bits if `is_wide`. With
-    `advice` on what to do if not, all leaves must have equal values.
+    With `advice` on what to do if not, all leaves must have equal values.
     """
 
     def __init__(
@@ -347,10 +335,7 @@ def value_fn(leaf: Leaf) -> Fn:
 
 
 def _carried_fn(leaf: Leaf) -> Fn:
-    """Returns the function from the sources of a leaf to its values as computed.
-
-    They have the leaf's type, or are floats that are not yet rounded to it.
-    """
+    """Returns the function from the sources of a leaf to its values, not rounded."""
     fn, info = leaf.fn, leaf.info
 
     def value(*args: jax.Array) -> jax.Array:

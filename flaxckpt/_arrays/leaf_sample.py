@@ -9,17 +9,15 @@ BINS = 12
 
 
 class LeafSample(NamedTuple):
-    """Statistics of a leaf from a sample of its values.
+    """Statistics of the finite values in a sample of a leaf.
 
     Attributes:
         size: Number of values that this process saved.
         sampled: Number of values in the sample; equal to `size` if all.
-        norm: Root of the sum of squares, scaled up from the finite values.
-        mean: Mean of the finite values; 0 without any, as the next two.
-        min: The smallest finite value.
-        max: The largest finite value.
+        norm: Root of the sum of squares, scaled up to all values.
+        mean: Mean; 0 without any, as the next two.
         nonfinite: Number of NaNs and infinities in the sample.
-        histogram: Number of finite values in each of `BINS` bins.
+        histogram: Number of values in each of `BINS` bins.
     """
 
     size: int

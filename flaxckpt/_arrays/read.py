@@ -1,8 +1,7 @@
 """Reads arrays from storage into memory, within a byte budget.
 
-Each part that a local device needs is read exactly once. `_arrays.read_files`
-maps uncompressed chunks, or reads them directly into place; other chunks come through
-TensorStore.
+`_arrays.read_files` maps uncompressed chunks, or reads them into place; others come
+through TensorStore.
 """
 
 from __future__ import annotations
@@ -121,10 +120,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 def open_checked(
     stored: StoredLeaf, context: ts.Context, *, verify: bool = True
 ) -> ts.TensorStore:
-    """Opens a stored array, read-only, and compares it with the record of its leaf.
-
-    If `verify`, makes the checks of the leaf, too. Raises ValueError or OSError.
-    """
+    """Opens a stored array, and checks it; raises ValueError or OSError."""
     assert stored.open is not None, stored
     _storage.store_requests.use_threads()
     store = _storage.paths.result(stored.open(context), stored.root)
@@ -142,10 +138,8 @@ def open_checked(
 def read(jobs: Sequence[ReadJob], options: ReadOptions) -> dict[LeafPath, Any]:
     """Reads leaves, each part that a local device needs exactly once.
 
-    Raises:
-        DamagedCheckpointError: Values are missing or fail their checksum. All leaves at
-            fault are named.
-        RestoreMismatchError: Numbers are too large for the wanted types.
+    Raises DamagedCheckpointError with all leaves that are missing or fail checksums,
+    and RestoreMismatchError for numbers that are too large for the wanted types.
     """
     values: dict[LeafPath, Any] = {}
     faults = Faults()
@@ -195,8 +189,7 @@ def _read_batch(
 ) -> list[tuple[ReadJob, dict[Region, Array]]]:
     """Reads the parts of each leaf that local devices need.
 
-    Arrays are made only afterwards: threads that read, and threads of jax that make
-    arrays, slow each other down.
+    Arrays are made only afterwards: threads of jax would slow down those that read.
     """
     # Large leaves first, so that the last requests are short.
     batch = sorted(batch, key=operator.attrgetter("nbytes"), reverse=True)
@@ -328,11 +321,7 @@ def open_zarr(
     ocdbt: bool,
     strict: bool,
 ) -> ts.Future[ts.TensorStore]:
-    """Opens the zarr array `name` under `root`, read-only.
-
-    `root` is a database if `ocdbt`. If `strict`, a missing chunk is an error instead of
-    zeros.
-    """
+    """Opens a zarr array, read-only; if `strict`, a missing chunk is an error."""
     spec: dict[str, JSON] = {
         "driver": "zarr3" if version == 3 else "zarr",
         "kvstore": metadata.kvstore(root, name, ocdbt=ocdbt),

@@ -1,9 +1,7 @@
 """Reads plain values, which need no decoding, from chunks and byte ranges of files.
 
-Chunks are mapped if possible without a copy. Otherwise they are read directly into the
-array, or through a buffer if not contiguous there. Small arrays of a database are read
-together with others. Arrays in byte ranges of a file are mapped, or read in parts.
-Values of another type than the wanted are cast while they are read.
+Chunks are mapped if possible without a copy, or else read into the array, or through a
+buffer if not contiguous there. Values are cast while they are read.
 """
 
 from __future__ import annotations
@@ -60,11 +58,7 @@ _SMALL_BYTES = 2**20
 
 @dataclasses.dataclass(slots=True)
 class Reading:
-    """A read of a leaf in progress.
-
-    `run` the tasks first; `result` then returns the values, or raises their ValueError
-    or OSError.
-    """
+    """A read in progress: `run` the tasks, then `result`, which raises their errors."""
 
     tasks: Sequence[Callable[[], None]]
     arrays: Callable[[], Mapping[Region, Array]]
@@ -118,10 +112,9 @@ class Database:
     """A database, opened and checked; `root` has checked links.
 
     Its small values are not read through TensorStore, which takes several times as
-    long: they are in the index, or in files of the database, where values that are read
-    together are mostly adjacent. `request` values, run the tasks of `reading`, and take
-    each from `value`. Large values have a `place`. `sizes` are the recorded bytes of
-    its files with values; None if not recorded.
+    long. `request` values, run the tasks of `reading`, and take each from `value`.
+    Large values have a `place`. `sizes` are the recorded bytes of its files with
+    values.
     """
 
     def __init__(self, root: Path, sizes: Mapping[str, int] | None = None) -> None:
@@ -135,20 +128,14 @@ class Database:
         self._read: dict[str, bytes | Exception] = {}
 
     def find(self, key: str) -> Value:
-        """Returns a value in the index, or the place of another.
-
-        Raises ValueError for a missing value, or a place that was not saved.
-        """
+        """Returns a value in the index, or the place of another; ValueError if lost."""
         found = self._index.find(key)
         if isinstance(found, Place) and self._sizes is not None:
             self._check_place(found, self._sizes)
         return found
 
     def holds(self, key: str) -> bool:
-        """Returns True for a value in the index; its file, if any, may be missing.
-
-        Raises ValueError if the value is missing.
-        """
+        """Returns True for a value in the index; ValueError if it is missing."""
         return isinstance(self._index.find(key), bytes)
 
     def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
@@ -176,10 +163,7 @@ class Database:
         return found
 
     def request(self, key: str, max_bytes: int) -> None:
-        """Requests a value; `value` must be called as often, as leaves share arrays.
-
-        Raises ValueError for a value that is missing, or larger than `max_bytes`.
-        """
+        """Requests a value; `value` must be called as often, as leaves share arrays."""
         found = self.find(key)
         if isinstance(found, bytes):
             self._read[key] = found
@@ -222,11 +206,7 @@ class Database:
             self._read[key] = content[offset : offset + place.size]
 
     def value(self, key: str) -> bytes:
-        """Returns a requested value after the tasks of `reading`.
-
-        It is shorter than in the index if its file ends too early. Raises ValueError,
-        OSError or MemoryError.
-        """
+        """Returns a requested value, shorter if its file ends early, or an error."""
         value = self._read[key]
         self._uses[key] -= 1
         if not self._uses[key]:
@@ -250,10 +230,9 @@ class Databases:
         check: Callable[[], None] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> Database:
-        """Returns the opened database.
+        """Returns the opened database; ValueError or OSError if `check` fails.
 
-        Raises ValueError or OSError if a link in the database leaves `checkpoint`, if
-        `check` finds that it has changed, or if it is missing.
+        Also if a link in the database leaves `checkpoint`, or it is missing.
         """
         opened = self._opened.get(root)
         if opened is None:
@@ -278,11 +257,7 @@ class Databases:
 
 
 def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
-    """Compares the files of arrays below `root` with their digests.
-
-    Raises ValueError for a file that has changed, or is larger than `max_bytes`, and
-    OSError for one that is missing.
-    """
+    """Raises ValueError for a changed or larger file of arrays, OSError if missing."""
     digest_file = _storage.of(root).digest_file
 
     def check(name: str) -> None:
@@ -295,10 +270,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
 
 
 def find_files(jobs: Iterable[ReadJob]) -> set[Path]:
-    """Returns the files that a read opens, apart from indexes.
-
-    Raises ValueError or OSError if an index is damaged, or cannot be read.
-    """
+    """Returns the files that a read opens, apart from indexes, which are read."""
     databases, found = Databases(), set()
     for job in jobs:
         raw, stored = job.stored.raw, job.stored
@@ -326,12 +298,10 @@ def from_files(
     memory_map: bool,
     verify: bool,
 ) -> Reading:
-    """Reads `regions` of an array from files, or from its open `database`.
+    """Reads `regions` of an array, cast to `dtype`, from files or an open `database`.
 
     The tasks of `Databases.readings` must run before the result of a database is taken.
-    `dtype` is the stored type, or one to cast to. If `memory_map`, files are mapped
-    where that needs no copy; if `verify`, chunks are compared with their checksums.
-    Raises ValueError or OSError for a file or a value that is missing or has the wrong
+    Raises ValueError or OSError for a file or value that is missing or has the wrong
     size.
     """
     tasks: list[Callable[[], None]] = []
@@ -555,10 +525,9 @@ def _request_metadata(raw: RawArray, database: Database, *, verify: bool) -> str
 def from_span(
     span: Span, regions: Sequence[Region], *, dtype: str, memory_map: bool
 ) -> Reading:
-    """Reads `regions` of an array from a byte range.
+    """Reads `regions` of an array, cast to `dtype`, from a byte range.
 
-    `dtype` is the stored type, or one to cast to. Raises OSError if the file has
-    changed since its header was read, and TooLargeError if the memory is not free.
+    Raises OSError if the file has changed since its header was read, and TooLargeError.
     """
     may_map = memory_map and dtype == span.dtype
     mapped = map_values(span) if may_map else None
@@ -600,8 +569,8 @@ def _fill_part(target: Array, span: Span, origin: Sequence[int]) -> None:
 def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
     """Fills `target` with the elements of `span` from the index `origin` on.
 
-    Raises OSError if the file has changed since its header was read, or ends too early,
-    and ValueError for bools with other bytes than 0 and 1.
+    Raises OSError if the file has changed, and ValueError for bools that are neither 0
+    nor 1.
     """
     # A few whole rows of the array, or a part of a row: few runs of bytes.
     outer = read_plan.outer_axes(span.shape, target.shape)
@@ -614,10 +583,7 @@ def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 def map_values(span: Span) -> Array | None:
-    """Maps the whole array, copy-on-write; returns None if it cannot be mapped.
-
-    Raises OSError if the file has changed since its header was read.
-    """
+    """Maps the whole array, copy-on-write, or returns None; OSError if it changed."""
     if not span.is_replaced_only or span.pieces or span.is_big_endian:
         return None
     if span.offset % chunk_file.ALIGNMENT or span.nbytes < chunk_file.MAPPED_FROM:

@@ -1,7 +1,4 @@
-"""Splits replicated arrays: each process reads a part, and devices exchange the parts.
-
-This is the option `read_once=True` of a restore; `_arrays.read` reads the parts.
-"""
+"""Splits replicated arrays: each process reads a part, and devices exchange them."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
 
 
 def divided_sharding(info: LeafInfo) -> NamedSharding | None:
-    """Returns a sharding of a leaf with fewer replicas.
-
-    Splits the first axis with the most parts; returns None without such an axis, or
-    without a benefit.
-    """
+    """Returns a sharding of a leaf with fewer replicas; None without a benefit."""
     sharding = info.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -87,8 +80,7 @@ def gather(
 ) -> dict[LeafPath, Any]:
     """Returns values with the caller's shardings, from values read in parts.
 
-    All processes must call this function at the same point of the program, because
-    devices exchange the parts. `jobs` are those before `divide`.
+    All processes must call this at the same point, as devices exchange the parts.
     """
     parts = {
         job.wanted.path: job.wanted.sharding

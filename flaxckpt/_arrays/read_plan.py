@@ -1,7 +1,4 @@
-"""What a read reads: the parts of leaves, of chunks and of byte ranges. Pure.
-
-`_arrays.read_files` and `_arrays.read` read it.
-"""
+"""What a read reads: the parts of leaves, of chunks and of byte ranges. Pure."""
 
 from __future__ import annotations
 
@@ -148,10 +145,7 @@ class ChunkForm:
         self.stored_bytes = self.chunk_bytes + checksum_bytes
 
     def values(self, content: Bytes, region: Region) -> Array:
-        """Returns the values of `region` in `content`.
-
-        `content` are chunks along the first axis, from the first chunk of `region` on.
-        """
+        """Returns the values of `region` in chunks, from its first chunk on."""
         if region == self.only_chunk:
             return content.view(self.dtype).reshape(self.shape)
         rows = content.view(self.dtype).reshape((-1, *self.chunk_shape[1:]))
@@ -166,8 +160,7 @@ class ChunkForm:
     ) -> list[tuple[int, int]]:
         """Returns the ranges of bytes of a chunk that cover regions of the array in it.
 
-        Ranges begin and end at multiples of `at_once`, or at the end of the chunk. Gaps
-        smaller than `least_gap` between the bytes of a region are included.
+        They begin and end at multiples of `at_once`, and include smaller gaps.
         """
         if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
             return [(0, self.chunk_bytes)]
@@ -192,10 +185,7 @@ class ChunkForm:
     def _runs(
         self, inner: Sequence[tuple[int, int]], gap: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields the runs of bytes of a box in the chunk, with gaps of `gap` or more.
-
-        Shorter gaps are included, so the runs are few, even if the box is narrow.
-        """
+        """Yields the runs of bytes of a box in the chunk; they include smaller gaps."""
         run, stride = self.dtype.itemsize, self.dtype.itemsize
         first = 0
         steps: list[tuple[int, int]] = []  # (runs, stride) of the outer axes
@@ -254,15 +244,11 @@ class Span(NamedTuple):
     """Byte range of an array in a file, in C order.
 
     Attributes:
-        file: Path of the file.
         offset: Offset of the first element, in bytes.
-        shape: Shape in elements.
-        dtype: Name of the stored element type.
         pieces: Offset and size in bytes of each run, for several consecutive runs;
             `offset` is then unused.
         identity: Identity of the file when its header was read (see `Stamp`); a file
             changed since then is not read.
-        is_big_endian: True if elements are big endian instead of little endian.
         is_replaced_only: True if the file is never changed in place, so that it may be
             mapped: only files that flaxckpt wrote.
     """

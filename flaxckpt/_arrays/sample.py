@@ -42,11 +42,7 @@ _RUN = 256
 
 
 class Sampler:
-    """Samples the arrays of a save while they are in host memory.
-
-    The size of the samples follows from the time that the save has taken so far, of
-    which they may take the fraction `share`.
-    """
+    """Samples the arrays of a save in the fraction `share` of the time it has taken."""
 
     def __init__(
         self, share: float = SHARE, clock: Callable[[], float] = time.perf_counter
@@ -99,9 +95,8 @@ class Sampler:
 def _rank(sizes: Sequence[tuple[str, int]]) -> list[str]:
     """Returns the names of arrays, given with their sizes, those to sample first.
 
-    The layers of a model take turns, and in each turn the parts of a layer, so that the
-    first arrays are of all layers, however small; the largest array of each comes
-    first. The optimizer is last: its moments are as many as the parameters.
+    The layers of a model take turns, and in each turn the parts of a layer; the largest
+    array of each comes first. The optimizer is last.
     """
     largest = sorted(sizes, key=lambda each: -each[1])
     ranked = [(name, re.split("[./]", name)[:_DEEPEST]) for name, _ in largest]
@@ -141,8 +136,8 @@ def _sample(array: HostArray, most: int) -> Array:
 def _spread(values: Array, most: int) -> Array:
     """Returns runs of adjacent values, one from each of equal parts of the array.
 
-    The place of a run in its part is random, as equal distances could be multiples of
-    the length of a row; and the same at each save, so that steps can be compared.
+    Its place in a part is random, as equal distances could be multiples of a row's
+    length; and the same at each save.
     """
     if len(values) <= most:
         return values
@@ -162,10 +157,7 @@ def _to_float(values: Array) -> Array:
 
 
 def _summarize(parts: Sequence[Array], counts: Sequence[int]) -> list[LeafSample]:
-    """Returns the statistics of each part; `counts` are the sizes of the arrays.
-
-    All parts at once, as calls of numpy take longer than their work on small parts.
-    """
+    """Returns the statistics of each part, all at once, of arrays of these sizes."""
     sizes = np.array([len(part) for part in parts])
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     values = np.concatenate(parts)

@@ -25,8 +25,7 @@ _COPIED_BELOW = 2**16
 def any_values() -> Iterator[None]:
     """Lets jax move and compute all values, whatever `jax.config` forbids a program.
 
-    A state may have NaNs, and its transfers are asked for: `jax_debug_nans` and
-    `jax_transfer_guard` are for those of the training.
+    A state may have NaNs, and its transfers are asked for.
     """
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         yield
@@ -142,8 +141,7 @@ def _compile_weakening(
 ) -> Any:
     """Compiles a function that returns its argument as a weakly typed array.
 
-    A compiled function accepts arguments that differ only in weakness. On devices of
-    several processes, all processes must call the function.
+    On devices of several processes, all processes must call the function.
     """
     weak = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=True)
     lowered = jax.jit(lambda array: array, out_shardings=sharding).lower(weak)

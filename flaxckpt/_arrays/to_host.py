@@ -42,7 +42,6 @@ class HostShard(NamedTuple):
     """A part of an array that this process writes: a region, and its values.
 
     Attributes:
-        region: Its place in the array.
         data: The values, in the type in memory, never modified. A jax array belongs to
             the snapshot alone; it is in host memory, or being transferred there. A copy
             on a device is moved by `staged`.
@@ -58,13 +57,8 @@ class HostShard(NamedTuple):
 class HostArray(NamedTuple):
     """A snapshot of an array at the call of `save`, safe from later changes.
 
-    Attributes:
-        name: Name in the checkpoint.
-        shape: Stored shape of the whole array.
-        dtype: Name of the type to save; values are converted while written.
-        chunk_shape: Shape of the stored chunks.
-        shards: The parts that this process writes; none for an array of size 0.
-        source: The jax array of the snapshot; None for mutable sources.
+    Values are converted to `dtype` while written. `source` is the jax array, to notice
+    that it is unchanged; None for mutable sources.
     """
 
     name: str
@@ -100,17 +94,10 @@ def to_host(
     """Returns snapshots of the current values of `leaves`.
 
     A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
-    donated array new memory instead of overwriting the old. Arrays on accelerators are
-    copied, all at once; see `_copy`. A numpy array is copied, because its owner may
-    change the array in place. Raises UnsupportedLeafError for a leaf that is abstract,
-    donated or deleted.
-
-    Args:
-        leaves: Arrays with parts that this process may write.
-        places: Name -> place of the writing replicas, if not 0; see `places`.
-        memory: Memory for the copies of arrays on accelerators: "device" copies them
-            there if the memory suffices, also on the CPU; "auto" if a step then still
-            has enough.
+    donated array new memory. Arrays on accelerators are copied, all at once; see
+    `_copy`. A numpy array is copied, because its owner may change it. `places` are
+    those of the writing replicas. Raises UnsupportedLeafError for a leaf that is
+    abstract, donated or deleted.
     """
     views = memory != "device"
     faults: dict[LeafPath, str] = {}
@@ -161,9 +148,8 @@ def staged(
 ) -> Generator[list[HostArray], None, None]:
     """Yields all arrays in batches, in host memory until the next batch is asked for.
 
-    Arrays on devices are moved in batches of at most `max_bytes`, or of one array. The
-    next batch is moved while the caller works. Others are a single batch. Raises
-    RuntimeError if the values on a device are the result of a failed computation.
+    Arrays on devices are moved in batches of `max_bytes`, while the caller works.
+    Raises RuntimeError if the values are the result of a failed computation.
     """
     arrays = list(arrays)
     values = [shard.data for array in arrays for shard in array.shards]
@@ -198,10 +184,9 @@ def release(arrays: Iterable[HostArray]) -> None:
 
 
 def places(leaves: Sequence[Named], processes: int) -> dict[str, int]:
-    """Assigns replicated arrays to replicas, to balance bytes among processes.
+    """Assigns all replicated arrays to replicas, to balance bytes among processes.
 
-    `leaves` are all arrays of a state, the same in all processes. Returns the places,
-    if not 0, of the writing replicas in their groups; see `_zarr.writer_assignment`.
+    Returns the places, if not 0, of writing replicas; see `_zarr.writer_assignment`.
     """
     tasks = tuple([_task(leaf.info) for _, _, leaf in leaves])
     assigned = _assign(tasks, processes)
@@ -237,9 +222,8 @@ def _is_on_one(sharding: Sharding) -> bool:
 def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard]:
     """Copies jax arrays of one device each; the originals may then be donated.
 
-    Copies on the devices and to pinned host memory are separate jax arrays: this
-    function returns immediately, and jax delays a donation of the original until the
-    copy is made. Without pinned memory, waits for the transfers.
+    Returns immediately: jax delays a donation of the original until the copy is made.
+    Without pinned memory, waits for the transfers.
     """
     arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
     copies: Sequence[DeviceCopy | Array | jax.Array] | None = None
@@ -256,9 +240,8 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
 def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
     """Starts transfers of arrays of one device each to the host, all concurrently.
 
-    Returns copies in pinned host memory, and True. If the backend has no such memory,
-    or not enough, the arrays with their transfers in progress, and False. `np.asarray`
-    waits in both cases.
+    Returns copies in pinned host memory, and True; or the arrays, and False.
+    `np.asarray` waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
@@ -282,10 +265,7 @@ def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool
 
 
 def _own_values(array: jax.Array) -> Array:
-    """Returns a copy of an array of one device, or a view if it is on the CPU.
-
-    An array in pinned memory is never viewed: an accelerator refuses to donate it then.
-    """
+    """Returns a copy, or a view on the CPU: pinned memory could not be donated then."""
     if device_memory.is_beside(array) and not _is_on_cpu(array.sharding):
         return np.array(array)
     return np.asarray(array)
@@ -372,11 +352,7 @@ def _copied_part(info: LeafInfo, value: Any) -> tuple[HostShard, ...]:
 def _parts_to_write(
     info: LeafInfo, value: jax.Array, place: int, views: bool
 ) -> tuple[HostShard, ...]:
-    """Returns the parts of an array that this process writes; none for size 0.
-
-    The values of arrays on accelerators stay there, as jax arrays; those on the CPU are
-    viewed if `views`. `place` is that of the writing replicas in their groups.
-    """
+    """Returns the parts that this process writes; those on accelerators stay there."""
     if info.kind == "prng_key":
         value = jax.random.key_data(value)
     shape = value.shape

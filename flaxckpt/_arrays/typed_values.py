@@ -1,8 +1,4 @@
-"""Conversion of stored values to the caller's types.
-
-It imports jax only for jax arrays: it takes a second, and 120 MB that a server which
-only looks at values has no use for.
-"""
+"""Conversion of stored values to the caller's types; jax is imported only if needed."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ from flaxckpt._zarr.metadata import Array, Region
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Returns a leaf as `wanted`, given the stored values of the needed regions.
-
-    Raises OverflowError if a number is too large for the wanted type.
-    """
+    """Returns a leaf as `wanted`, of regions; OverflowError for too large numbers."""
     if wanted.kind == "prng_key":
         from flaxckpt._arrays import to_device
 

@@ -1,7 +1,6 @@
 """Writes arrays from host memory into a database, within a byte budget.
 
-Its files have chunks side by side; the tree of their places comes last. A large array
-has files of its own, which a later save may link.
+Its files have chunks side by side; the tree of their places comes last.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class WriteOptions(NamedTuple):
     """How arrays are written.
 
     Attributes:
-        encoding: Encoding of the chunks.
         max_concurrent_bytes: Bytes copied or passed to TensorStore and not yet written.
             A larger array is written alone.
         report: Called with the bytes of written values, as in memory.
@@ -61,7 +59,6 @@ class WriteOptions(NamedTuple):
         writer: Number of this process or call, if others write other chunks or arrays
             to the same database.
         with_metadata: Whether this writer writes the metadata of the arrays.
-        segment_bytes: Bytes of the segments of chunks that are verified on their own.
         pace: The pace of the threads that write chunk files to a disk; None for full
             speed. Threads of TensorStore serve the whole program, so they have none.
         total_bytes: Bytes of all arrays of the checkpoint, by all calls and processes,
@@ -80,13 +77,7 @@ class WriteOptions(NamedTuple):
 
 
 class FileSizes(NamedTuple):
-    """The sizes of the files of a database, in bytes.
-
-    Attributes:
-        own: Arrays of at least this size have files of their own.
-        full: A file of an array ends with the chunk that makes it as large.
-        full_shared: So does a file that smaller arrays share.
-    """
+    """The sizes, in bytes, from which an array has `own` files, and files are full."""
 
     own: int
     full: int
@@ -94,11 +85,7 @@ class FileSizes(NamedTuple):
 
 
 def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
-    """Returns the sizes of the files of a database.
-
-    `total_bytes` are those of all arrays of the checkpoint, of all processes. Objects
-    in a store are sent as a whole.
-    """
+    """Returns the sizes of files for these bytes of all arrays of the checkpoint."""
     own = max(_OWN_FILE_BYTES, total_bytes // _LARGE_FILES)
     if in_store:
         return FileSizes(own, _FILE_BYTES, _FILE_BYTES)
@@ -113,12 +100,10 @@ def write(
     *,
     observe: Callable[[list[HostArray]], object] | None = None,
 ) -> Written:
-    """Writes the files of a database of zarr arrays, except its index.
+    """Writes the files of a database of zarr arrays, except its index (`make_index`).
 
-    `make_index` makes the index after all processes have written. Arrays on devices are
-    moved to the host in batches, and their memory is freed; `observe` is called with
-    the arrays of each batch after the write, while they are in host memory. Raises
-    OSError or ValueError if an array could not be written.
+    `observe` gets the arrays of each batch after the write, while in host memory.
+    Raises OSError or ValueError if an array could not be written.
     """
     at_once = min(options.max_concurrent_bytes, to_host.STAGED_BYTES)
     with contextlib.closing(to_host.staged(arrays, at_once)) as staged:
@@ -140,9 +125,8 @@ class DatabaseWriter:
     """Writes the files of a database, without the tree.
 
     A large array has files of its own, `d/WRITER.PART/NAME`; small arrays share files,
-    `d/WRITER.small.PART`. So no array has the name of another file. The writer is the
-    number of a process, or of a batch. All values in a file are held by the same
-    processes: one that copies the file needs all of it.
+    `d/WRITER.small.PART`. All values in a file are held by the same processes: one that
+    copies the file needs all of it.
     """
 
     def __init__(self, root: Path, options: WriteOptions) -> None:
@@ -345,16 +329,9 @@ class DatabaseWriter:
 
 
 class _Stored(NamedTuple):
-    """A chunk in the form in which it is stored.
+    """A chunk as it is stored; `content` returns its bytes and checksums.
 
-    Attributes:
-        array: The array.
-        key: Index of the chunk.
-        holders: The processes that hold its values, as in `HostShard`.
-        nbytes: Bytes of the values in memory.
-        size: Stored bytes.
-        copied_bytes: Bytes of copies during the write.
-        content: Returns the stored bytes, and the checksums of the chunk.
+    `nbytes` are those in memory, and `copied_bytes` those copied during the write.
     """
 
     array: HostArray

@@ -21,12 +21,8 @@ Checksums: TypeAlias = dict[str, dict[str, bytes]]
 class Previous(NamedTuple):
     """The arrays of an earlier checkpoint, to link unchanged files.
 
-    Attributes:
-        root: The directory with the arrays.
-        sources: Name -> weak reference to the saved jax array, and its saved type.
-        stamp: Stamp to detect a replaced checkpoint; None without sources.
-        file_mode: Mode of files that may be linked, as names of a file share its mode;
-            None for any.
+    `sources` are name -> the saved jax array and its saved type; `file_mode` is that of
+    files that may be linked, as names of a file share it; None for any.
     """
 
     root: Path

@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 
 
 class _Format(NamedTuple):
-    """A format that can be read.
+    """A format that can be read; the module of its reader is imported on first use.
 
     Attributes:
         recognise: Returns the evidence for a checkpoint at a path; None without any.
-        reader: The module of the reader, imported on first use.
         looks: What its checkpoints look like, for messages.
         is_in_stores: Whether it can be read in object stores. The other readers map
             files, or follow links.
-        is_in_shards: Whether its files may be shards with an index, and in the cache of
-            a hub.
+        is_in_shards: Whether its files may be shards, and in the cache of a hub.
     """
 
     recognise: Callable[[Path], str | None]
@@ -172,9 +170,6 @@ def recognises(path: Path) -> bool:
 def detect(path: PathLike) -> DetectedFormat:
     """Returns the format of the checkpoint `path`, and the evidence for it.
 
-    Args:
-        path: A checkpoint, as a directory or a file.
-
     Raises:
         CheckpointNotFoundError: The path does not exist, or is not committed yet.
         CheckpointFormatError: The path is not a checkpoint in a supported format.
@@ -255,10 +250,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
 
 
 def _suggest_near(path: Path) -> str:
-    """Returns a question with an existing path that differs from `path` in a name.
-
-    Numbers in the names must be equal: another run or step is not a typing error.
-    """
+    """Returns a question with an existing path of the same numbers, like `path`."""
     storage = _storage.of(path)
     if storage.costs_requests:
         return ""

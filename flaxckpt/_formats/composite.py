@@ -31,10 +31,9 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     """Reads everything but the arrays of a checkpoint of Orbax.
 
     With a single tree of arrays, that tree is the state. With several, the state is a
-    dict of trees: a damaged tree does not prevent reading the others. JSON items are in
-    the metadata; without any tree, the state is a dict of them. Items of other kinds
-    are left out with a warning. Raises DamagedCheckpointError if no item can be read;
-    FileNotFoundError if the checkpoint was deleted after its format was recognised.
+    dict of trees, of which one may be damaged; without any, a dict of JSON items.
+    Raises DamagedCheckpointError if no item can be read, FileNotFoundError if it was
+    deleted.
     """
     found = items.find_item(path)
     if found is None:  # deleted since it was recognised
@@ -78,16 +77,9 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
 
 
 class _ItemListing(NamedTuple):
-    """The items of a step.
+    """The items of a step, by kind; `lost` are trees that are missing or deleted.
 
-    Attributes:
-        handlers: Item -> class of the handler, as far as recorded.
-        deleted: The items that were deleted on purpose.
-        trees: The items with arrays.
-        texts: The JSON items.
-        lost: The items with arrays that are missing, or were deleted.
-        damaged: Item with arrays, but without their description -> the reason.
-        left_out: Item that is not read -> the reason.
+    `handlers` are recorded classes; `damaged` and `left_out` have the reasons.
     """
 
     handlers: Mapping[str, str]
@@ -110,10 +102,7 @@ class _ItemListing(NamedTuple):
 
 
 def _list_items(path: Path) -> _ItemListing:
-    """Lists the items of a step by their files, and by the recorded handlers.
-
-    Raises DamagedCheckpointError for an unsafe name, or if no item can be read.
-    """
+    """Lists the items of a step by their files, and by the recorded handlers."""
     recorded = items.read_item_handlers(path)
     recorded = recorded if isinstance(recorded, dict) else {}
     handlers = {str(item): str(handler) for item, handler in recorded.items()}
@@ -346,11 +335,7 @@ def _add_metadata(
     json: Mapping[str, JSON],
     damaged: Mapping[str, str],
 ) -> Stored:
-    """Returns a checkpoint with the metadata of the step `path`.
-
-    `trees` and `json` are the items as far as they can be read; `damaged` has the
-    reasons of the others.
-    """
+    """Returns a checkpoint with the metadata of the step, and reasons of damage."""
     dataset = items.find_dataset(path)
     if dataset is not None:
         layout = dataclasses.replace(layout, dataset=dataset.name)

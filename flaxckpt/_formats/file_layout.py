@@ -1,7 +1,6 @@
 """Layout of a file that consists of literal bytes and the bytes of arrays.
 
-The counterpart of `_arrays.read_plan`, for formats with many arrays in a file. With
-the layout known, the parts of the file can be written in any order.
+With the layout known, the parts of the file can be written in any order.
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ class Run(NamedTuple):
 
 
 class FileLayout:
-    """The contents of a file, in order.
-
-    Attributes:
-        size: Size of the file so far, in bytes.
-        literals: Offsets and literal bytes.
-        runs: Leaf path -> runs of its bytes.
-    """
+    """The contents of a file, in order: literal bytes, and runs of leaves' bytes."""
 
     def __init__(self, name: str) -> None:
         self.name = name

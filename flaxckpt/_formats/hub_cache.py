@@ -69,10 +69,7 @@ def describe_model(path: Path) -> str | None:
 
 
 def check_link(file: Path) -> None:
-    """Raises DamagedCheckpointError if a file is a link to another directory.
-
-    Links of a snapshot may lead to the `blobs` of the same model.
-    """
+    """Raises DamagedCheckpointError for a link, unless it is to the model's `blobs`."""
     real = file.resolve(strict=True)
     home = file.parent.resolve()
     if real.parent not in (home, _find_blobs(home)):

@@ -147,13 +147,10 @@ def inside(files: Mapping[str, _T], item: str) -> dict[str, _T]:
 
 
 def find_item(path: Path) -> Path | None:
-    """Returns the directory of an item of the checkpoint `path`; None without it.
+    """Returns the directory of a tree of arrays, or of a JSON item; None without it.
 
-    The item is a tree of arrays, the checkpoint itself if it is a tree, or one of
-    several JSON items. On an object store, only with a commit marker in `path` or, for
-    an item, in its parent.
-
-    Raises CheckpointFormatError if the checkpoint is of other items only.
+    On an object store, only with a commit marker. Raises CheckpointFormatError if the
+    checkpoint is of other items only.
     """
 
     def is_committed() -> bool:  # asked last: the parent may cost a request
@@ -359,10 +356,7 @@ def read_json_items(
 
 
 def describe_damage(error: errors.DamagedCheckpointError) -> str:
-    """Returns the reason why an item cannot be read, to follow the item's name.
-
-    Raises `error` itself if it does not prove damage.
-    """
+    """Returns the reason why an item cannot be read, or raises other errors."""
     if _storage.read_errors.is_unread(error):
         raise error
     return f"cannot be read: {errors.one_line(error)}"
@@ -383,10 +377,9 @@ def check_digest(
     *,
     record: Path | None = None,
 ) -> None:
-    """Compares a file with its recorded digest, if any.
+    """Compares a file with its recorded digest, if any; reads it without `content`.
 
-    Reads a file of any size, unless given its `content`. `record` is the file with the
-    digest, if nothing proves that it is whole.
+    `record` is the file with the digest, if nothing proves that it is whole.
     """
     if recorded is None:
         return

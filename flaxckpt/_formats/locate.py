@@ -29,13 +29,11 @@ class Located(NamedTuple):
     detected: _formats.DetectedFormat
 
     def open(self, types: Sequence[type] = ()) -> Stored:
-        """Reads everything but the arrays of the checkpoint.
+        """Reads everything but the arrays; `types` may be named in the checkpoint.
 
-        `types` are classes of the caller that the checkpoint may name. Raises
-        CheckpointNotFoundError if the checkpoint was deleted since;
-        CheckpointFormatError if the checkpoint is of an unsupported kind;
-        DamagedCheckpointError if the checkpoint is not intact, was saved as another
-        step, or may not be read.
+        Raises CheckpointNotFoundError if it was deleted since; CheckpointFormatError if
+        it is of an unsupported kind; DamagedCheckpointError if it is not intact, was
+        saved as another step, or may not be read.
         """
         stored = self.open_as_saved(types)
         check_step(self.path, self.step, stored)
@@ -80,10 +78,7 @@ def read_metadata(
 def open_without_classes(
     path: PathLike, step: int | None = None, *, step_format: str | None = None
 ) -> Stored:
-    """Locates a checkpoint and reads everything but the arrays, importing no class.
-
-    The structure has the names of all classes, and builds dicts and lists.
-    """
+    """Locates a checkpoint and reads all but arrays, with dicts for all classes."""
     return _open(path, step, step_format, None)[1]
 
 
@@ -114,9 +109,7 @@ def locate(
 ) -> Located:
     """Returns the checkpoint at `path`, or a step of the run directory `path`.
 
-    By default it is the newest step; `step_format` is by default the usual one, or that
-    recorded in the run. If not `warn`, nothing is logged about newer steps that are
-    left out.
+    By default it is the newest step, of the usual format or that recorded in the run.
 
     Raises:
         CheckpointNotFoundError: No such checkpoint exists.

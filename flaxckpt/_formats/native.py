@@ -68,10 +68,7 @@ def _check_written_by_others(path: Path) -> None:
 def _read_seal(
     path: Path, names: Collection[str]
 ) -> tuple[Path, Mapping[str, Any] | None]:
-    """Returns the file with the manifest's digest, one of `names`, and its content.
-
-    The content is None without the file, and empty for a commit marker of Orbax.
-    """
+    """Returns the file with the manifest's digest and its content, None without it."""
     # In an item, Orbax adds a commit marker of its own.
     for name in (items.SEAL, MARKER):
         if name in names:
@@ -87,8 +84,7 @@ def read_dataset(
 ) -> dict[str, bytes]:
     """Returns the files of the dataset iterator saved in `path`; empty without any.
 
-    Also empty after they were deleted on purpose. Orbax lets its users name the item,
-    so any item with grain's files counts, `name` first.
+    Orbax lets its users name the item, so any with grain's files counts, `name` first.
     """
     if _steps.markers.is_item_deleted(path, name):
         return {}
@@ -173,11 +169,7 @@ def _read_items(
     *,
     is_alone: bool,
 ) -> tuple[LeafTable, dict[str, str]]:
-    """Returns the leaf table of items with arrays, and item -> reason of the damage.
-
-    The table has the leaves of damaged items, too, as the manifest describes them.
-    Damage of the only item is an error.
-    """
+    """Returns the leaf table, with damaged leaves, and the damage of several items."""
     table: LeafTable = {}
     damaged: dict[str, str] = {}
     for item, leaves in parts.items():

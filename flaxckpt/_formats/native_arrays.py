@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 def check_size(form: ArrayForm, stored_bytes: int) -> None:
     """Raises ValueError for an impossibly large array, or chunks beyond free memory.
 
-    Chunks of zeros need not be stored, so only an array above 1 TiB is compared with
-    the stored bytes.
+    Chunks of zeros need not be stored: only above 1 TiB do the stored bytes count.
     """
     itemsize = _state.dtypes.item_size(form.dtype)
     size = math.prod(form.shape) * itemsize
@@ -178,15 +177,10 @@ class Arrays:
     """The location and the encoding of the arrays of a checkpoint.
 
     Attributes:
-        root: The directory or database with the arrays.
-        version: Version of the zarr format.
-        ocdbt: Whether `root` is a database.
         strict: True if a missing chunk is damage; False if it stands for zeros.
         encoding: Encoding of the chunks; None if only in the metadata of each array.
-        digests: File of an array or the database -> recorded digest.
         is_checked: True if the forms come from the arrays' own metadata.
         blosc: Names of arrays in a database compressed by blosc, as far as known.
-        checksums: Leaf path -> checksums of its chunks.
         sizes: Files of the database with values -> recorded bytes; None if unknown.
     """
 
@@ -218,10 +212,7 @@ class Arrays:
         context: ts.Context,
         keys: Container[str] | None = None,
     ) -> ts.Future[ts.TensorStore]:
-        """Opens the array `name` after a check of its form, to read chunks.
-
-        `keys` are the chunks; None for all.
-        """
+        """Opens an array after a check of its form, to read `keys`, or all chunks."""
         size = _storage.of(self.root).check_root(self.root, checkpoint)
         if not self.ocdbt:
             size = _storage.of(self.root).check_array(self.root, name, checkpoint)
@@ -417,10 +408,9 @@ def leaf_table(
     arrays: Arrays,
     strings: Mapping[LeafPath, str],
 ) -> LeafTable:
-    """Returns the leaf table of a checkpoint, or of an item.
+    """Returns the leaf table of a checkpoint, or of an item, with `names` on disk.
 
-    `names` are those on disk; `strings` are the values of the string leaves. Raises
-    DamagedCheckpointError if names of arrays lead out of the checkpoint.
+    Raises DamagedCheckpointError if names of arrays lead out of the checkpoint.
     """
     table = {}
     stored_names = [

@@ -74,11 +74,7 @@ def of_written(
     written: Mapping[str, _arrays.written.Written],
     segment_bytes: int,
 ) -> dict[LeafPath, ChunkChecksums]:
-    """Returns the checksums of new chunks from all processes, by leaf path.
-
-    `names` are those of the leaves in their items; `written` is by item;
-    `segment_bytes` is the result of `choose_bytes`.
-    """
+    """Returns the checksums of new chunks, written by item, by leaf path."""
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}

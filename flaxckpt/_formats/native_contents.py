@@ -34,11 +34,7 @@ class Contents:
     Attributes:
         manifest: The manifest, without what is known only when all files exist.
         names: Leaf path -> Orbax's name of the leaf in its item.
-        segment_bytes: Bytes of the segments of chunks.
-        strings: Leaf path -> value of the string leaves.
-        dataset: File name -> content of the dataset iterator's state; empty if not
-            saved.
-        json: JSON item -> content.
+        dataset: File name -> content of the dataset iterator's state.
         created: Time of the start of the save, in seconds since 1970.
         is_item: Whether this is an item of a step that another program commits: without
             the files of a step.
@@ -57,9 +53,8 @@ class Contents:
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
-    """Returns the files of a checkpoint: relative path -> content.
+    """Returns the files without arrays and those of `seal`: relative path -> content.
 
-    Without the arrays, and without the files that `seal` makes once all others exist.
     Raises SaveFailedError if `read` would not accept a file.
     """
     files: dict[str, bytes] = {}
@@ -108,10 +103,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _trial_parse(name: str) -> Iterator[Callable[[bytes], dict[str, Any]]]:
-    """Context with a function that parses the file `name` as readers do.
-
-    If the block fails, it raises SaveFailedError.
-    """
+    """Context with the parser of readers for a file; it raises SaveFailedError."""
 
     def parse(content: bytes) -> dict[str, Any]:
         orbax_json.check_size(content)
@@ -141,16 +133,11 @@ def seal(
 ) -> dict[str, bytes]:
     """Returns the last files: indexes of databases, the manifest, and its digest.
 
-    The digest is in the commit marker or, in an item, in `flaxckpt.digest`.
-
-    The manifest has the digests of all `files` except the metrics, which may be
-    replaced later, and of the indexes of databases. For zarr 2, whose chunks have no
-    checksums, it has the digests of all array files below `root`. Raises
-    SaveFailedError if `read` would not accept it.
-
-    `files` are those of `make_files`; `written` is item -> what all processes have
-    written to its database, or None for a trial without arrays; `digests` are those of
-    files written by other processes.
+    The digest is in the commit marker or, in an item, in `flaxckpt.digest`. The
+    manifest has the digests of all files except the metrics, which may be replaced
+    later; for zarr 2, whose chunks have no checksums, of all array files below `root`,
+    too. `written` is item -> what all processes have written, or None for a trial.
+    Raises SaveFailedError if `read` would not accept it.
     """
     recorded = {
         name: _storage.files.digest(content)

@@ -37,13 +37,8 @@ class Manifest:
     Attributes:
         encoding: Encoding of the chunks; None if not recorded.
         step: Step number; None for a checkpoint saved on its own.
-        lineage: Checkpoints that the run started from.
-        transforms: The transforms applied to the state, as text.
         has_metrics: Whether the step was saved with metrics and their digests.
-        ocdbt: Whether the arrays are in OCDBT databases.
-        digests: File name -> digest.
         files: Files of databases, without trees -> bytes; None if not recorded.
-        checksums: Leaf path -> checksums of its chunks and their segments.
         unknown_types: Classes in `structure` that become plain dicts or lists.
         parts: Item -> its leaves.
     """
@@ -106,11 +101,7 @@ class Manifest:
         resolve: _state.treedef.Resolve,
         state: State | None = None,
     ) -> Manifest:
-        """Parses a manifest of any version in `VERSIONS`, which is not trusted.
-
-        With `state`, leaves and containers are not parsed. Raises an error of
-        `MALFORMED`.
-        """
+        """Parses an untrusted manifest, or all but `state`; errors are `MALFORMED`."""
         unknown: set[str] = set()
         infos, structure = state or parse_state(data, resolve, unknown)
         items = _parse_items(data["items"]) if "items" in data else Items()
@@ -204,10 +195,7 @@ def state_rows(
 def parse_state(
     data: Mapping[str, Any], resolve: _state.treedef.Resolve, unknown: set[str]
 ) -> State:
-    """Parses leaves and containers; wrong roles from older releases are corrected.
-
-    `unknown` receives the class names that `resolve` does not know.
-    """
+    """Parses leaves and containers, and adds their unknown classes to `unknown`."""
     structure = _state.treedef.from_json(data["structure"], resolve, unknown)
     keys: dict[LeafPath, tuple[_state.tree.Key, ...]] = {}
     recorded = set()

@@ -36,11 +36,7 @@ def checkpoint_metadata(
     names: Collection[str] | None = None,
     recorded_step: int | None = None,
 ) -> CheckpointMetadata:
-    """Returns the metadata of a checkpoint with the leaves `infos`.
-
-    `dataset` is the item of the dataset, if any; `names` are those in `path`, if
-    already listed; `recorded_step` is that of the save, if recorded.
-    """
+    """Returns the metadata of a checkpoint; `recorded_step` is that of the save."""
     file = path / CHECKPOINT
     names = _storage.of(path).names(path) if names is None else names
     recorded = StepMetadata()
@@ -70,10 +66,7 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns the start of the save of `path`, in seconds since 1970.
-
-    If not recorded, the modification time of the oldest file.
-    """
+    """Returns the start of the save, or the oldest file's time, in s since 1970."""
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
         created = items.read_step_metadata(path).created
@@ -96,11 +89,7 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
 def write_run_metadata(
     root: Path, custom: Mapping[str, JSON], *, mode: int | None = None
 ) -> None:
-    """Writes the user's metadata of a whole run atomically.
-
-    The mode of files follows from that of directories, `mode`; None is the umask's.
-    Raises ValueError if the path leads out of the run through a symlink.
-    """
+    """Writes the user's metadata of a run atomically; ValueError for a link outside."""
     path = root / _RUN_METADATA
     _storage.of(path).check_file(path, root)
     _storage.of(path.parent).make_directory(path.parent, mode=mode)
@@ -187,8 +176,8 @@ def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
 def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers among `metrics`, except numbers too large for a float.
 
-    Nested names are joined by `/`, as in `eval/loss`; the name of a list item is its
-    index. If two metrics get the same name, the less nested metric counts.
+    Nested names are joined by `/`, also indices; of equal names, the less nested
+    counts.
     """
     numbers: dict[str, float] = {}
     queue: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
@@ -208,11 +197,7 @@ def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 def merge_metrics(
     metrics: Mapping[str, Any], added: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Returns a copy of a file's `metrics` with the numbers `added`.
-
-    A nested number is replaced in its place, where Orbax looks for it.
-    `flatten_metrics` returns the added numbers under the same names.
-    """
+    """Returns a file's `metrics` with numbers, each in its place, where Orbax looks."""
     merged: dict[str, Any] = _copy(metrics)
     for name, number in added.items():
         if name in merged or not _replace_nested(merged, name, number):
@@ -266,11 +251,7 @@ def check_metrics_digests(path: Path) -> None:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> None:
-    """Replaces the metrics of the committed checkpoint `path` atomically.
-
-    Raises ValueError if they are too large for readers, or their path leads out of the
-    checkpoint through a symlink.
-    """
+    """Replaces metrics atomically; ValueError if too large, or their path leads out."""
     storage, file = _storage.of(path), path / METRICS / METRICS
     storage.check_file(file, path)
     content = orbax_json.dumps(dict(metrics))

@@ -19,10 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def read(path: Path, item: Path) -> Stored:
-    """Reads everything but the arrays of a tree, without the metadata of the step.
-
-    `item` is the directory of the tree: the checkpoint `path`, or an item of it.
-    """
+    """Reads all but the arrays of a tree, without the metadata of the step `path`."""
     if not (item / items.TREE).is_file():
         # Through the door: few checkpoints need its readers of arrays.
         return _formats.orbax_aggregate.read(path, item)

@@ -1,8 +1,4 @@
-"""The files of a checkpoint as Orbax reads and writes them; their text is not trusted.
-
-The rows of leaves are joined from cached texts, as most texts recur: a dict for each
-leaf would take three times as long.
-"""
+"""The files of a checkpoint as Orbax reads and writes them; no text is trusted."""
 
 from __future__ import annotations
 
@@ -50,15 +46,9 @@ _VALUE_TYPES = {
 
 
 class StepMetadata(NamedTuple):
-    """The content of `_CHECKPOINT_METADATA`.
+    """The content of `_CHECKPOINT_METADATA`; times are in seconds since 1970.
 
-    Attributes:
-        handlers: Item -> class of its handler, or the class of a single item; None if
-            not recorded.
-        created: Time of the start of the save, in seconds since 1970; None if not
-            recorded.
-        committed: Time of the commit, likewise.
-        custom: The user's own metadata.
+    `handlers` are item -> class of its handler, or the class of a single item.
     """
 
     handlers: Mapping[str, JSON] | str | None = None
@@ -93,10 +83,7 @@ def _seconds(nanoseconds: object) -> float | None:
 
 
 def custom_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the user's own metadata from the metadata of a step or a run.
-
-    Source: `custom` was the field's name in Orbax 0.11.0 to 0.11.5.
-    """
+    """Returns the user's own metadata; Orbax 0.11.0 to 0.11.5 called it `custom`."""
     custom = metadata.get("custom_metadata", metadata.get("custom"))
     return custom if isinstance(custom, dict) else {}
 
@@ -196,12 +183,7 @@ class TreeMetadataRow(NamedTuple):
 
 
 class TreeMetadata(NamedTuple):
-    """The content of `_METADATA`.
-
-    Attributes:
-        ocdbt: Whether the arrays are in a database; None if not recorded.
-        strict: True if a missing chunk is damage; False if it stands for zeros.
-    """
+    """The content of `_METADATA`; a missing chunk is damage if `strict`, else zeros."""
 
     rows: Sequence[TreeMetadataRow]
     zarr_version: int
@@ -273,10 +255,7 @@ def _device_ids(devices: Any) -> JSON:
 
 
 def parse_mesh_axes(part: Any) -> MeshAxes:
-    """Returns the mesh axes of a part of a partition spec, as `PartitionSpec` has them.
-
-    Raises ValueError unless `part` is the name of an axis, a list of names, or null.
-    """
+    """Returns mesh axes as `PartitionSpec` has them; raises ValueError for others."""
     names = part if isinstance(part, list) else [part]
     if any(isinstance(name, list | dict) for name in names):
         raise ValueError(f"{str(part)[:80]} is not a part of a partition spec")
@@ -284,11 +263,7 @@ def parse_mesh_axes(part: Any) -> MeshAxes:
 
 
 class Split(NamedTuple):
-    """The sharding of an array over a mesh at the save.
-
-    `mesh_axes` is as in `LeafInfo`; `parts` are the numbers of parts along the first
-    axes.
-    """
+    """The sharding of an array at the save; `parts` are numbers along first axes."""
 
     mesh_axes: tuple[MeshAxes, ...]
     parts: tuple[int, ...]
@@ -305,11 +280,7 @@ class Split(NamedTuple):
 
 
 def parse_splits(data: Mapping[str, Any]) -> dict[str, Split]:
-    """Parses `_sharding`: param name -> split of the array.
-
-    Leaves out arrays on a single device, and malformed entries: reading the values does
-    not depend on them.
-    """
+    """Parses `_sharding`: param name -> split; leaves out malformed entries."""
     splits = {}
     parse = functools.cache(_parse_split)  # many arrays are split alike
     for key, text in data.items():

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """An array with a function to open it, unlike the plain bytes of msgpack's `Array`.
-
-    `chunk_shape` is the shape of the smallest part that can be read; for `open` and
-    `check` see `StoredLeaf`.
-    """
+    """An array with a function to open it, by pieces of `chunk_shape` at least."""
 
     shape: Shape
     dtype: str
@@ -41,10 +37,7 @@ def make_stored(
     stamp: _storage.Stamp,
     custom: Mapping[str, JSON] | None = None,
 ) -> Stored:
-    """Returns the checkpoint of a leaf table without recorded containers.
-
-    `stamp` is from before the read; an empty table is that of an empty dict.
-    """
+    """Returns the checkpoint of a leaf table; `stamp` is from before the read."""
     if not table:
         table = {"": Leaf(EMPTY_STATE, (StoredLeaf(path, EMPTY_STATE),))}
     infos = [leaf.info for leaf in table.values()]

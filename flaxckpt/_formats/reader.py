@@ -94,13 +94,10 @@ class Stored:
     """A checkpoint opened by a reader, its arrays unread.
 
     Attributes:
-        table: Leaf path -> leaf that can be opened.
         structure: The containers, with their exact types if the format records them.
         unknown_types: Classes in `structure` that become plain dicts or lists.
-        manifest: The manifest of our own format; None in another format.
         stamp: Stamp of the file that describes the checkpoint, to notice a
             replacement.
-        recorded_step: Step number at the save; None if not recorded.
         left_out: Item that a load of the whole state goes without -> the reason.
         own_items: Item of an Orbax step in our own format -> the item opened alone.
         warnings: Messages for the log of those who open the checkpoint to use it.

@@ -1,8 +1,4 @@
-"""Recognises formats by the names and the first bytes of files.
-
-Each function returns the evidence for a checkpoint of its format, or None. The reader
-of a format is imported only for its checkpoints.
-"""
+"""Recognises formats by the names and the first bytes of files, the evidence."""
 
 from __future__ import annotations
 
@@ -98,10 +94,7 @@ def big_vision(path: Path) -> str | None:
 
 
 def find_pointer(path: Path) -> Path | None:
-    """Returns the pointer to the newest checkpoint of big_vision, if there is one.
-
-    `path` is the pointer, or the name of the checkpoint without a step.
-    """
+    """Returns the pointer to big_vision's newest checkpoint, which `path` begins."""
     if not path.name.endswith(_POINTER):
         if path.exists():
             return None

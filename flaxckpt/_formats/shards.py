@@ -58,8 +58,7 @@ def names(index_file: Path) -> set[str]:
 def list_candidates(directory: Path, suffix: str) -> list[str]:
     """Returns the names of the indices in a directory, else of files with `suffix`.
 
-    Names that begin with `consolidated` count only if there are no others: they are
-    copies of a model under the names of its makers, as Mistral publishes them.
+    Names that begin with `consolidated`, as of Mistral's copies, count if alone.
     """
     names = sorted(
         path.name for path in directory.iterdir() if not path.name.startswith(".")
@@ -141,10 +140,7 @@ def warn_if_shard(path: Path) -> None:
 
 
 def locate(directory: Path, name: str) -> Path:
-    """Returns the path of the file `name` in `directory`.
-
-    A symlink out of the directory is damage, unless to the blobs of the Hub's cache.
-    """
+    """Returns the path of a file; a symlink out, but to the Hub's blobs, is damage."""
     path = directory / name
     try:
         hub_cache.check_link(path)
@@ -164,10 +160,7 @@ def list_files(index_file: Path, index: ShardIndex) -> dict[str, Stamp]:
 def check_leaves(
     index_file: Path, index: ShardIndex, found: Set[tuple[str, str]]
 ) -> None:
-    """Compares the leaves and files of an index with those `found` in the files.
-
-    Logs a warning if there are more. Raises DamagedCheckpointError if some are missing.
-    """
+    """Raises DamagedCheckpointError if an index has leaves that were not found."""
     anywhere = dict(found)
     faults = [
         f"{leaf[:80]}: wanted in {name}, found {anywhere.get(leaf, 'none')}"

@@ -71,9 +71,9 @@ def is_msgpack(path: Path) -> bool:
 def read_first_keys(path: Path) -> Sequence[str] | None:
     """Returns up to two first keys of the msgpack map at the start of a file.
 
-    The second key only if the first value is a number or a string. Keys that the reader
-    refuses are included. Empty for a file that is only an empty map; None if `path` is
-    not a regular file, or does not begin with a map with keys of strings or integers.
+    The second only if the first value is a number or a string; none for an empty map.
+    None if `path` is not a regular file, or does not begin with a map of strings or
+    integers.
     """
     keys: list[str] = []
     try:
@@ -100,10 +100,7 @@ def read_first_keys(path: Path) -> Sequence[str] | None:
 
 
 def _read_integer_keys(path: Path) -> Sequence[str] | None:
-    """Returns up to two first keys of a map with integer keys, if a file is one.
-
-    The whole file is scanned, as files of other formats begin alike, such as HDF5.
-    """
+    """Returns the first keys, if the whole file is a map: HDF5 begins alike, too."""
     with scanner.scanner(path) as scan:
         try:
             tree = scan.value()

@@ -1,8 +1,7 @@
 """Reader of T5X checkpoints: a msgpack file, and a zarr 2 directory for each array.
 
-The file describes such an array by a TensorStore spec. The spec is never opened: it is
-compared with the specs that T5X writes, and only the shape, the dtype and the name of
-the directory are used.
+The file describes such an array by a TensorStore spec, which is never opened: only the
+shape, the dtype and the name of the directory are used, if it is as T5X writes it.
 
 Source: `t5x/checkpoints.py`.
 """
@@ -65,10 +64,7 @@ def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> St
 
 
 class _SpecReplacer:
-    """Replaces the TensorStore specs in a checkpoint by the arrays.
-
-    `faults` are the reasons why directories cannot be read, by leaf path.
-    """
+    """Replaces TensorStore specs by arrays; `faults` are of unreadable directories."""
 
     def __init__(self, root: Path, version: int) -> None:
         self.faults: dict[LeafPath, str] = {}

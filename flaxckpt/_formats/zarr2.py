@@ -39,11 +39,7 @@ _LEFT_TO_TENSORSTORE = ("zstd", "blosc")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Zarr2:
-    """An array described by a `.zarray`, in the directory `name` under `root`.
-
-    Its `order`, of bytes within a chunk, is `C` or `F`; without a codec, chunks are not
-    compressed.
-    """
+    """An array by its `.zarray`; `order` of bytes in a chunk is `C` or `F`."""
 
     root: Path
     name: str
@@ -59,10 +55,7 @@ class _Zarr2:
 
 
 def find_array(root: Path, name: str) -> plain.Opened:
-    """Returns the array in the directory `name` of a checkpoint, values unread.
-
-    Raises ValueError if the array is missing or unsupported.
-    """
+    """Returns an unread array; raises ValueError if it is missing or unsupported."""
     array = _parse(root, name, _metadata(root, name))
     return plain.Opened(
         array.shape,

@@ -38,10 +38,8 @@ _VALUES: Mapping[str, Any] = {
 class TargetState(NamedTuple):
     """The target state of a restore: abstract leaves; numbers and texts have values.
 
-    Attributes:
-        has_roles: True if optimizers can be recognised by optax classes.
-        has_classes: False for a file that names no classes, such as a nested JSON file.
-        run: The checkpoint, or its run directory; None for a file.
+    `has_roles` and `has_classes` say what it knows of optimizers and containers; `run`
+    is the checkpoint or its run directory, None for a file.
     """
 
     state: PyTree
@@ -71,11 +69,10 @@ class TargetState(NamedTuple):
 
 
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
-    """Returns the target state of a restore.
+    """Returns the target state: that of a checkpoint or step, or of a JSON file.
 
-    `target` is a checkpoint or a run directory, for the state saved there. Or it is a
-    JSON file, with texts such as "float32[8, 4]", "int" and "str" for leaves, or with
-    `leaves` and `structure` as printed by `flaxckpt show --json`.
+    Its leaves are texts such as "float32[8, 4]", "int" and "str"; or it has `leaves`
+    and `structure` as printed by `flaxckpt show --json`.
     """
     root = _storage.paths.resolve(target)
     if root.suffix == ".json" and root.is_file() and not _formats.recognises(root):

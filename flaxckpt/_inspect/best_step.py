@@ -10,13 +10,9 @@ from flaxckpt._util import humanize
 
 
 class BestStep(NamedTuple):
-    """The best step of a run by a metric.
+    """The best good step of a run by a metric, the newest of several.
 
-    Attributes:
-        good: The best of the good steps; the newest of several. None without any.
-        damaged: The best of the damaged steps, if it is better than `good`.
-        deleted: The best of the deleted steps, if it is better than `good`, or without
-            any than `damaged`.
+    `damaged` is better than it, and `deleted` better than both; None for none.
     """
 
     good: int | None
@@ -30,10 +26,7 @@ class BestStep(NamedTuple):
         counted: Collection[int | None],
         form: str = "{}",
     ) -> list[str]:
-        """Returns clauses on the better steps, that are damaged or deleted.
-
-        `faults` and `counted` are as for `describe_damaged`; `form` is that of steps.
-        """
+        """Returns clauses on the better steps, that are damaged or deleted."""
         clauses = []
         if self.good is not None and self.damaged is not None:
             step, fault = self.damaged, faults.get(self.damaged, "damaged")
@@ -81,7 +74,7 @@ def describe_damaged(
     """Returns a clause on a step that would be better, if it were good.
 
     `fault` is `damaged` or `not readable`; `is_counted` is True if policies count the
-    step, as it is not marked as damaged.
+    step.
     """
     text = f"step {step} with {humanize.number(value)} would be better, but is {fault}"
     if is_counted and fault == "damaged":

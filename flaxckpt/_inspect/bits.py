@@ -51,8 +51,7 @@ class BitDiff:
 def compare(value: Any, stored: Any) -> BitDiff | None:
     """Returns the difference of a leaf and a stored leaf; None if all bits are equal.
 
-    All replicas of a jax array are compared. `stored` has the shape and dtype of the
-    leaf, and is in the memory of this host.
+    All replicas of a jax array are compared.
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         is_same = _state.bits.is_same(value, stored)

@@ -133,10 +133,7 @@ class CheckpointDiff:
 
     @property
     def layers(self) -> dict[LeafPath, tuple[int, float]]:
-        """Container of leaves -> how many of them have other values, and `rel_norm`.
-
-        The norms are those of these leaves together. The largest changes come first.
-        """
+        """Container of leaves -> how many have other values, and their `rel_norm`."""
         sums: dict[LeafPath, tuple[int, float, float]] = {}
         for path, leaf in self.changed.items():
             if leaf.different:
@@ -230,7 +227,7 @@ def diff(
         a: A checkpoint, or a run directory of steps.
         b: Another checkpoint, or the same directory.
         step_a: The step of `a`; the newest by default.
-        step_b: The step of `b`; the newest by default.
+        step_b: Likewise, of `b`.
         values: True to compare values; else only names, shapes and types.
         only: A regular expression on whole leaf paths: the leaves to compare.
         transforms: Applied to `a` first, so that its leaves get the names in `b`.
@@ -314,10 +311,7 @@ def _names(sides: Sequence[Stored]) -> tuple[str, str]:
 
 
 def _damaged_branches(sides: Sequence[Stored]) -> dict[LeafPath, str]:
-    """Returns the branch of each damaged item of the state, of both checkpoints.
-
-    Raises DamagedCheckpointError if all items of a checkpoint are damaged.
-    """
+    """Returns the branches of damaged items; an error if a checkpoint has no others."""
     for side in sides:
         if not side.table:
             side.check_items(side.items.trees)
@@ -387,10 +381,7 @@ def _only(table: LeafTable, other: LeafTable) -> list[LeafPath]:
 
 
 def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
-    """Returns the leaves of each table that the pattern matches.
-
-    Raises OptionError if `only` is not a regular expression, or matches no leaf.
-    """
+    """Returns the leaves that match; OptionError if none does, or for no pattern."""
     pattern = patterns.compile_pattern(only)
     selected = [
         {path: leaf for path, leaf in table.items() if pattern.fullmatch(path)}
@@ -445,11 +436,7 @@ def _compare(
     counter: _util.progress.Counter,
     unreadable: dict[LeafPath, str],
 ) -> dict[LeafPath, LeafDiff]:
-    """Returns the differences of the leaves whose values or types differ.
-
-    `pairs` has the leaf of each checkpoint, and `names` the names of the checkpoints.
-    Damaged leaves are added to `unreadable`, with the reason.
-    """
+    """Returns the differences of pairs of leaves; adds damaged ones to `unreadable`."""
     changed: dict[LeafPath, LeafDiff] = {}
     arrays = []
     for a, b in pairs:
@@ -490,10 +477,9 @@ def _read(
     side: str,
     unreadable: dict[LeafPath, str],
 ) -> list[Array | None]:
-    """Returns the values of pieces; None for leaves that cannot be read.
+    """Returns the values of pieces; None for those added to `unreadable`.
 
-    The reason is added to `unreadable`. If a batch fails, each piece is read alone:
-    an error names the stored leaves, which are not those that transforms compute.
+    If a batch fails, each piece is read alone, as an error names stored leaves.
     """
     intact = [piece for piece in pieces if piece.path not in unreadable]
     try:

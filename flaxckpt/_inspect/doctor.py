@@ -65,9 +65,9 @@ def examine(
 ) -> Diagnosis:
     """Returns package versions, and tests the storage of a directory.
 
-    Files are written to a temporary directory beside the steps, which is removed
-    afterwards: at most `max_bytes`, for at most `max_secs` of writing and as much of
-    reading, but at least one large file. In object stores, `directory` need not exist.
+    Files are written to a temporary directory beside the steps: at most `max_bytes`,
+    for at most `max_secs` of writing and as much of reading, but at least one large
+    file. In object stores, `directory` need not exist.
     """
     root = _storage.paths.resolve(directory)
     if not _storage.of(root).costs_requests and not root.is_dir():

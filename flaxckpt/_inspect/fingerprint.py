@@ -1,8 +1,7 @@
 """Fingerprints of states, computed where the arrays are.
 
-Two states have equal fingerprints if all of their bits are equal. States that differ in
-one element of a leaf always have different fingerprints; others have equal ones with
-probability 2^-64.
+Those of states that differ in one element of a leaf always differ; those of others are
+equal with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from flaxckpt._types import LeafPath, PyTree
 
 
 class Fingerprint(NamedTuple):
-    """The checksums of the leaves of a state.
+    """The checksums of the leaves of a state, on the host and on devices.
 
-    Attributes:
-        host: Leaf path -> checksum, of the leaves that are no jax arrays.
-        devices: Device -> the paths of the shards there, and their checksums, uint32
-            of shape `(shards, 2)`; on the device, perhaps not computed yet.
+    Those of a device's shards are uint32 of shape `(shards, 2)`, perhaps not computed
+    yet.
     """
 
     host: Mapping[LeafPath, object]

@@ -82,11 +82,7 @@ def history(path: PathLike, step_format: str | None = None) -> list[SavedStep]:
 
 
 def of_events(events: Iterable[Event], listing: Listing) -> list[SavedStep]:
-    """Returns every step in a journal or a listing, ascending.
-
-    A step that was saved again counts once, as it was saved last. The metrics of steps
-    that exist are those of the listing.
-    """
+    """Returns every step in a journal or a listing, ascending, as it was saved last."""
     saved = of_journal(events)
     there = {step.step: step for step in listing.steps if step.step is not None}
     for number, found in there.items():
@@ -122,11 +118,7 @@ def saves(events: Iterable[Event]) -> list[SavedStep]:
 
 
 class _Journal:
-    """The saves in a journal, so far.
-
-    Saves do not overlap, so each event of a step belongs to its last save, or to its
-    last durable one.
-    """
+    """The saves in a journal so far; an event belongs to the last of its step."""
 
     def __init__(self) -> None:
         self.saves: list[SavedStep] = []
@@ -232,9 +224,8 @@ def explain_deletions(
 ) -> dict[int, tuple[Verdict, ...]]:
     """Returns step -> a verdict for each policy in force at its last deletion.
 
-    Steps are missing if they were not deleted by the policies of the run, or if these
-    are unknown. Policies that would have kept the step are left out: the journal does
-    not have all that they knew. They did not count steps marked as damaged at the time.
+    Without steps that policies did not delete, and policies that would have kept a
+    step: the journal does not have all that they knew.
     """
     verdicts: dict[int, tuple[Verdict, ...]] = {}
     journal = _Journal()
@@ -287,14 +278,9 @@ def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The place of a step among all steps that were saved with a metric.
+    """The place of a step, 1 for the best, among all saved with a finite metric.
 
-    Attributes:
-        place: 1 for the best step, and so on.
-        count: The number of steps with a finite value.
-        next: The step behind this one; None for the last step.
-        better: Better steps -> the metric: the nearest that exists, and the nearest
-            that was deleted.
+    `next` is the step behind; `better` are the nearest that exists, and was deleted.
     """
 
     metric: str

@@ -29,11 +29,8 @@ class LeafStatistics:
     Complex numbers count by their absolute values, PRNG keys by their words.
 
     Attributes:
-        count: The number of elements.
         std: The standard deviation of the population, and not of a sample.
-        norm: The root of the sum of the squares.
         edges: The edges of the bins of the histogram, one more than there are bins.
-        histogram: The number of finite elements in each bin.
         values: All elements, if few; the text of a string.
         files: The files with the elements -> the first byte and the end of what is
             theirs, which may have other bytes between; empty if unknown.
@@ -58,10 +55,7 @@ class LeafStatistics:
 def leaf_statistics(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None, bins: int = 16
 ) -> LeafStatistics:
-    """Reads a leaf of a checkpoint, twice, and returns its statistics.
-
-    Raises RestoreMismatchError if the leaf does not exist; see also `load`.
-    """
+    """Reads a leaf twice for its statistics; RestoreMismatchError if there is none."""
     return statistics_of(
         locate.open_checkpoint(path, step, types=None), leaf_path, bins=bins
     )
@@ -168,8 +162,8 @@ def _edges(least: float, largest: float, bins: int) -> tuple[float, ...]:
 class _RunningSums:
     """Running sums over the values.
 
-    Means and spreads of parts are merged, which keeps the digits that squares of large
-    numbers would lose (Chan, Golub and LeVeque).
+    Merging means and spreads keeps the digits that squares would lose (Chan, Golub and
+    LeVeque).
     """
 
     def __init__(self) -> None:

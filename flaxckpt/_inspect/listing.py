@@ -1,7 +1,4 @@
-"""Lists the steps of a run directory, with their marks and reasons to keep them.
-
-Runs of other libraries are listed as well, whatever the names of their steps.
-"""
+"""Lists the steps of a run of any library, with marks and reasons to keep them."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ class Step:
         bytes: The size of its files; None in object stores.
         marks: Some of `latest`, `best`, `pinned`, `temporary`, `being read`, `damaged`.
         why: The reasons to keep it; empty if it would be deleted.
-        deleted_items: The items that were deleted on purpose.
-        is_counted: True unless policies leave the step out: a step with the marker of
-            damage, or without a whole description.
+        is_counted: False for a step that policies leave out, marked as damaged or
+            without a whole description.
     """
 
     step: int | None
@@ -55,8 +51,7 @@ class Listing:
     """The checkpoints at a path, the oldest first.
 
     Attributes:
-        bytes: The size of all their files, with shared files counted once; None in
-            object stores.
+        bytes: The size of all their files, shared ones counted once; None in stores.
         keep: The policies, given or recorded by the run; None if unknown.
         best: Metric that a policy ranks steps by -> the best undamaged step.
         older: The number of older steps left out by `newest`.
@@ -82,10 +77,7 @@ def listing(
     step_format: str | None = None,
     newest: int | None = None,
 ) -> Listing:
-    """Lists the checkpoints at a path, or the `newest`, without reading arrays.
-
-    Raises OptionError if no step has the metric of a policy in `keep`.
-    """
+    """Lists checkpoints; OptionError if no step has the metric of a given policy."""
     root = _formats.follow(_storage.paths.resolve(path))
     if step_format is None and root.exists() and _formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())
@@ -194,12 +186,7 @@ def _format(path: Path) -> str:
 
 
 class StepUsage(NamedTuple):
-    """The disk usage of a step; sizes are None in object stores.
-
-    Attributes:
-        step: The step; None for a checkpoint outside of a run.
-        own: The size of the files that no older step has.
-    """
+    """The sizes of a step, and of files that no older step has; None in stores."""
 
     step: int | None
     bytes: int | None
@@ -208,12 +195,9 @@ class StepUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiskUsage:
-    """The disk usage of a run directory or a checkpoint, the oldest step first.
+    """The disk usage of a run or checkpoint, the oldest step first.
 
-    Attributes:
-        bytes: The total, with each file counted once; None if unknown.
-        shown: The checkpoint that `subtrees` describes, or None.
-        subtrees: Its containers and leaves, with the size of their values.
+    `bytes` count each file once; `shown` is the checkpoint of the `subtrees`.
     """
 
     path: str
@@ -230,10 +214,7 @@ def disk_usage(
     depth: int = 2,
     step_format: str | None = None,
 ) -> DiskUsage:
-    """Returns the disk usage of a run directory or a checkpoint.
-
-    `step` is that of `subtrees`, by default the newest, and `depth` their depth.
-    """
+    """Returns the disk usage; `step` and `depth` are those of the `subtrees`."""
     root = _formats.follow(_storage.paths.resolve(path))
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and _formats.recognises(root)):

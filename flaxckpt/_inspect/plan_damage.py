@@ -10,21 +10,16 @@ from flaxckpt._inspect import run_view
 
 
 class PlanDamage(NamedTuple):
-    """Known damage of the checkpoint of a plan.
-
-    `is_read` is False if the restore would not read the damaged files, as far as is
-    known.
-    """
+    """Known damage of a plan's checkpoint; `is_read` if the restore would read it."""
 
     reason: str
     is_read: bool
 
 
 def find(plan: RestorePlan) -> PlanDamage | None:
-    """Returns the known damage of a plan's checkpoint, or None.
+    """Returns the known damage of a plan's checkpoint, or None; reads no array.
 
-    Known is what the marker of a damaged step says, and the names and sizes of files:
-    no array is read. A marker without leaves counts for all of them.
+    A marker of damage without leaves counts for all of them.
     """
     path = _storage.paths.from_text(plan.path)
     leaves = {

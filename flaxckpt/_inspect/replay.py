@@ -323,8 +323,8 @@ class _Training:
     ) -> tuple[Mapping[LeafPath, BitDiff], int]:
         """Returns the leaves that differ from a checkpoint, and the number of others.
 
-        The checkpoint is restored to the memory of the host: the devices may have no
-        space for two states.
+        The checkpoint is restored to the memory of the host, as devices may have no
+        space.
         """
         flat = _state.flax_state.flatten(state)
         computed = {path: leaf.source for path, leaf in flat.table.items()}
@@ -375,8 +375,7 @@ def _find_state(
 ) -> Callable[[PyTree, Any], PyTree]:
     """Returns the function from a state and the result of a step to the next state.
 
-    `given` is the state that the step was given, and `paths` are its leaf paths before
-    the step. Raises OptionError if the result has no such state.
+    Raises OptionError if the result has no state like `given`, which had `paths`.
     """
     by_path = _state.flax_state.leaves_by_path
     take = _state.flax_state.locate_state(returned, paths)

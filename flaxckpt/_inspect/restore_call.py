@@ -16,14 +16,7 @@ from flaxckpt.transforms import Transform
 
 
 class RestoreCall(NamedTuple):
-    """A restore of a checkpoint into the state `target`.
-
-    Attributes:
-        optimizer: How to match optimizer leaves; None for the default.
-        missing: How to treat leaves that the checkpoint lacks.
-        unused: How to treat leaves that the state lacks.
-        as_source: True if a new run begins from the checkpoint.
-    """
+    """A restore of a checkpoint into the state `target`; a new run if `as_source`."""
 
     path: str
     step: int | None
@@ -54,11 +47,7 @@ class RestoreCall(NamedTuple):
         return is_default and not self.target.has_roles
 
     def remedies(self, plan: RestorePlan) -> list[dict[str, Any]]:
-        """Returns the options, each for another plan, that may help a plan that fails.
-
-        Rules come first, and are to be added to those given. `suggest` stands for
-        transforms that are guessed from the names.
-        """
+        """Returns options for other plans that may help, first rules to be added."""
         if rules := find_rules(plan):
             return [rules]
         if not any(problem.kind == "missing" for problem in plan.problems):

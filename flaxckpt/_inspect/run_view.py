@@ -1,8 +1,4 @@
-"""Views and prunes a run directory from outside of the run.
-
-The journal of a run has its rules of retention; other runs need them as arguments. The
-format of step names is detected, or an argument.
-"""
+"""Views and prunes a run directory from outside, by recorded or given rules."""
 
 from __future__ import annotations
 
@@ -21,12 +17,7 @@ from flaxckpt.policies import PreservationPolicy
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """The steps under a run directory, as seen from outside of the run.
-
-    Attributes:
-        steps: The steps and former steps by number, ascending.
-        step_format: The format of step names, if given by the caller.
-    """
+    """The steps and former steps of a run, ascending, as seen from outside."""
 
     root: Path
     steps: Mapping[int, _run.run_index.RunStep]
@@ -51,8 +42,7 @@ class RunView:
     def explain(self, keep: Sequence[PreservationPolicy] | None = None) -> Explained:
         """Returns the reasons to keep each step, the known damage, and the best steps.
 
-        Of the newest and the best steps, checks the names and sizes of the files: to
-        check those of all steps takes seconds.
+        Checks the files of the newest and the best only: of all would take seconds.
         """
         rules = self.rules(keep) or Rules()
         found = _run.judge.Judge(rules).explain(self.steps)
@@ -91,10 +81,9 @@ class RunView:
 
 
 def survey(root: Path, step_format: str | None = None) -> RunView:
-    """Finds the steps of a run directory; none in a run that has just started.
+    """Finds the steps of a run directory; OptionError for a single checkpoint.
 
     The format of step names is by default a usual one, or the one recorded by the run.
-    Raises OptionError if the path is a single checkpoint.
     """
     if not root.is_dir() or _formats.recognises(root):
         _formats.detect(root)
@@ -133,8 +122,7 @@ def find_lost_files(
 ) -> str | None:
     """Returns what the files of a step lack, by names, sizes and descriptions, or None.
 
-    `step` is the step that it must be; None for any. Only the files of `leaves` are
-    compared, by default all. An object store has an object completely or not at all.
+    Only the files of `leaves` are compared, by default all; none in an object store.
     """
     if _storage.of(path).costs_requests:
         return None
@@ -148,10 +136,9 @@ def find_lost_files(
 def _run_opened(
     path: PathLike, step_format: str | None, rules: Rules, *, read_only: bool
 ) -> Iterator[RunSteps]:
-    """Opens the steps of an existing run directory.
+    """Opens the steps of a run of flaxckpt, or raises OptionError.
 
-    Unless `read_only`, files left by crashes are removed. Raises OptionError for a
-    single checkpoint, and for names of steps that are not those of a run of flaxckpt.
+    Unless `read_only`, files left by crashes are removed.
     """
     root = _storage.paths.resolve(path)
     name = survey(root, step_format).checkpointer_format()
@@ -193,15 +180,12 @@ def update_marker(report: VerifyReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of pruning, or of a dry run.
+    """The result of pruning, or of a dry run: steps and items of others to delete.
 
     Attributes:
-        dry_run: True if nothing was deleted.
-        deleted: The steps to delete.
         left: Steps that could not be deleted; the log has the reasons.
         bytes: The size of files that only deleted steps have; None in object stores.
         reasons: Step -> reasons to keep it, for all steps before pruning.
-        items: The items to delete from steps that stay: step and item.
     """
 
     path: str
@@ -222,9 +206,8 @@ def prune(
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
-    The rules are by default those that the run has recorded. Raises OptionError if no
-    step has the metric of a policy, or there are no policies; SaveFailedError if the
-    newest step is damaged, so older steps are kept.
+    The rules are by default those of the run. Raises OptionError without policies, or
+    steps with their metric; SaveFailedError if the newest step is damaged.
     """
     root = _storage.paths.resolve(path)
     if rules is None:

@@ -250,10 +250,7 @@ def _plan_files(
     written: Sequence[int],
     place: _zarr.writer_assignment.Place,
 ) -> tuple[list[int], dict[Holders, Numbers]]:
-    """Returns how many array files each process writes, and bytes, as `DatabaseWriter`.
-
-    The bytes are those for each set of processes that hold the same.
-    """
+    """Returns how many files each process writes, and bytes by sets of holders."""
     counts = np.zeros(len(written), np.int64)
     counts[0] = _DATABASE_FILES
     small: dict[Holders, Numbers] = {}

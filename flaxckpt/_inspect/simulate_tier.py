@@ -93,18 +93,7 @@ def simulate_tier(
     copies: int,
     rates: Rates,
 ) -> SimulatedTier:
-    """Plans a save to local disks, and its restores, from the plan of a save.
-
-    Args:
-        written: Processes -> the bytes that each process writes of what they hold.
-        read: The bytes that each process needs.
-        metadata: The files other than arrays.
-        describing_secs: Time of process 0 to describe the leaves.
-        exchanges: Exchanges of messages in a save to one directory.
-        exchange_secs: The time of one.
-        copies: Number of copies of each part.
-        rates: The bandwidths.
-    """
+    """Plans a save to local disks, and its restores, from the plan of a save."""
     holds = np.array([np.frombuffer(holders, bool) for holders in written], float)
     by_holders = np.array([*written.values()])
     parts = by_holders.sum(axis=0)

@@ -14,14 +14,10 @@ from flaxckpt._types import LeafPath
 
 
 class Subtree(NamedTuple):
-    """A leaf, or a container with all its contents.
+    """A leaf, or a container with all its contents; the root has an empty path.
 
-    Attributes:
-        path: The leaf path, or the common prefix of the leaf paths; empty for the root.
-        depth: Number of keys in `path`.
-        leaves: Number of leaves with a value: neither None nor an empty container.
-        bytes: Size of the values of all leaves, uncompressed.
-        info: Description of the leaf; None for a container.
+    `leaves` have a value: neither None nor an empty container; `bytes` are
+    uncompressed.
     """
 
     path: LeafPath
@@ -77,10 +73,10 @@ _Keys: TypeAlias = tuple[str, ...]
 
 
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
-    """Returns the subtrees to print, of the result of `subtrees`.
+    """Returns the subtrees to print, of the result of `subtrees`, by depth below it.
 
-    `depth` counts below the first. None for the largest depth within `rows`; if that
-    shows too few, one level more, cut off after `rows`.
+    None is for the largest depth within `rows`, or one more, cut off, if that shows
+    few.
     """
     depths = [tree.depth - trees[0].depth for tree in trees]
     is_cut = depth is None
@@ -125,10 +121,9 @@ def _find_near(
 ) -> tuple[list[LeafPath], bool]:
     """Returns paths for a path that does not exist, and whether they are similar to it.
 
-    Similar are siblings with a similar name, which have the same paths below them, and
-    paths that end like `path`; with keys that contain slashes, as of Haiku, paths that
-    are alike with plain slashes. Without these, the children of the last container on
-    the way that exists.
+    Similar are siblings with a similar name and the same paths below, paths that end
+    like `path`, and paths alike with plain slashes. Without these, the children of the
+    last container on the way.
     """
     known = dict.fromkeys(prefix for leaf in leaves for prefix in _prefixes(leaf))
     plain = {_state.tree.unescape(p): p for p in known if "%" in p}

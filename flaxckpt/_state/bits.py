@@ -1,7 +1,4 @@
-"""Compares values: all of their bits, and the distances of their numbers.
-
-Only comparisons of jax arrays import jax: others run in servers that do without it.
-"""
+"""Compares values: all of their bits, and the distances of their numbers."""
 
 from __future__ import annotations
 
@@ -94,9 +91,8 @@ def _as_bytes(array: _Array) -> _Array:
 def distances(a: _Array, b: _Array) -> _Array:
     """Returns the distances of numbers in two arrays of the same shape.
 
-    Distances of integers are exact, of type uint64, or object if that is too narrow.
-    Others are float64: infinite if only one of two is a number, or finite. Two NaNs do
-    not differ as numbers.
+    Those of integers are exact. Others are float64: infinite if only one of two is a
+    number, or finite; 0 for two NaNs.
     """
     if _kind(a) in _INTEGERS and _kind(b) in _INTEGERS:
         x, y = _as_integers(a.ravel(), b.ravel())

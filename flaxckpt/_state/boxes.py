@@ -15,10 +15,7 @@ FIELD = "value"
 
 
 class JaxKey(NamedTuple):
-    """A key in the path of a leaf, as jax and Orbax name the leaf.
-
-    `is_field` is True for the field of a box, which the leaf path lacks.
-    """
+    """A key in jax's and Orbax's paths; leaf paths lack fields of boxes, `is_field`."""
 
     key: tree.Key
     is_field: bool

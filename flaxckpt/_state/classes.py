@@ -1,8 +1,4 @@
-"""Finds and builds the classes of containers by the names in a checkpoint.
-
-The names are untrusted: only classes known to the caller, and of flax and optax, are
-built.
-"""
+"""Finds the classes of containers by untrusted names: the caller's, flax's, optax's."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 
 
 def resolver(types: Sequence[type] = ()) -> Resolve:
-    """Returns a function that finds the builder of a class by its stored name.
-
-    `types` are the caller's own classes that may be built.
-    """
+    """Returns a function that finds builders by stored names, also of own `types`."""
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
             f"types must be a list of classes, got {_util.arguments.describe(types)}"
@@ -63,10 +56,9 @@ def resolver(types: Sequence[type] = ()) -> Resolve:
 
 
 def resolve(type_name: str) -> Build | None:
-    """Returns the builder of a class by its stored name, or None.
+    """Returns the builder of a class of flax, optax or `collections`, or None.
 
-    Only containers defined by flax, optax or the standard library's `collections` are
-    found; no other module is imported, whatever names the file holds.
+    No other module is imported, whatever names the file holds.
     """
     module_name, _, qualname = type_name.partition(":")
     package = module_name.split(".")[0]
@@ -182,9 +174,8 @@ def _dataclass(
 ) -> Any:
     """Builds an instance; fields that were not saved have their defaults, or None.
 
-    A warning names them, unless `warned` has the field: the class may be newer than the
-    checkpoint. As in jax, `__init__` is called only if it takes the fields. Raises
-    ValueError for a name that is not a field.
+    A warning names them once: the class may be newer than the checkpoint. As in jax,
+    `__init__` is called only if it takes the fields. Raises ValueError for other names.
     """
     if not treedef.has_fields(cls, [*children, *static]):
         raise ValueError("its fields have changed")

@@ -17,9 +17,8 @@ def build(
 ) -> tree.Node | LeafPath:
     """Returns the containers of a table that transforms have changed.
 
-    A container keeps the class of the container at its place if the keys are the same.
-    Others become dicts, or lists if all items of a list are present. `structure` has
-    the containers of the table before, `old`. Raises OptionError for an empty table.
+    A container with the same keys keeps its class. Others become dicts, or lists if all
+    items of a list are present. Raises OptionError for an empty table.
     """
     if table.keys() == old.keys():
         return structure
@@ -99,11 +98,7 @@ def _build(
 def _build_box(
     part: _Parts | tree.Node | LeafPath, old: tree.Node
 ) -> tree.Node | LeafPath:
-    """Returns the new container in the place of the box `old`.
-
-    Paths may have the field of the box since the change: the container is then of the
-    same class, and no longer a box.
-    """
+    """Returns the new container in the place of a box, whose field may be in paths."""
     [key], [inside] = old.keys, old.children
     if not isinstance(part, dict):
         return dataclasses.replace(old, children=(_build(part, inside),))

@@ -1,7 +1,4 @@
-"""Names of element types, their storage types, and the allowed casts.
-
-Works with names only, without numpy: `_state.numpy_dtypes` converts arrays.
-"""
+"""Names of element types, their storage types, and the allowed casts; without numpy."""
 
 from __future__ import annotations
 
@@ -150,8 +147,7 @@ def array_type(dtype_name: str | None) -> str:
 def restores_as(found: str, wanted: str) -> bool:
     """Returns True if a leaf stored as `found` restores as `wanted` by default.
 
-    Any floating type restores as any other: the caller chose the wanted type. Integers
-    and complex numbers may only grow, within their kind.
+    Any floating type does as any other; integers and complex numbers may only grow.
     """
     if found == wanted:
         return True

@@ -1,7 +1,4 @@
-"""Splits a pytree into named leaves and a description of its nodes.
-
-`flatten` walks a state once. Its result rebuilds the same classes in this process.
-"""
+"""Splits a pytree into named leaves and a description of its nodes, in one walk."""
 
 from __future__ import annotations
 
@@ -30,10 +27,7 @@ _MAX_STATIC_BYTES = 32 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A flattened pytree: its leaves, empty containers included, and its containers.
-
-    The structure is a bare leaf path if the tree is a leaf.
-    """
+    """A flattened pytree: its leaves, empty containers included, and its containers."""
 
     leaves: dict[LeafPath, TreeLeaf]
     structure: Node | LeafPath
@@ -47,8 +41,7 @@ def to_keys(path: Sequence[Any]) -> tuple[Key, ...]:
 def check_nesting(tree: PyTree, is_leaf: Callable[[object], bool]) -> None:
     """Raises LeafNameError if a tree contains itself or is nested too deep.
 
-    Call this before jax flattens a user's tree: a `RecursionError` inside jax leaves
-    Python with less stack for the rest of the program.
+    Call this before jax, which would leave less stack after its `RecursionError`.
     """
     leaf_types: set[type] = set()
     level = {id(tree): tree}
@@ -106,8 +99,7 @@ def _find_fault(
 ) -> tuple[tuple[Key, ...], tuple[Key, ...] | None] | None:
     """Returns the keys of a node that is its own ancestor, and the ancestor's keys.
 
-    For a node that is too deep, returns its keys and None. `above` has the keys of the
-    containers above the node by `id`; containers in `done` are in no cycle.
+    For a node that is too deep, returns its keys and None.
     """
     if id(node) in done:
         return None
@@ -131,12 +123,9 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
     """Splits `tree` into named leaves and a description of its containers.
 
     A dictionary keeps its order and its integer keys. Values of the classes in `boxes`,
-    which wrap a single value, are absent from leaf paths.
-
-    Raises:
-        LeafNameError: Two leaves have the same path, a key is neither str, int nor a
-            tuple of them, or containers are nested too deep.
-        UnsupportedLeafError: Static fields take too much text.
+    which wrap a single value, are absent from leaf paths. Raises LeafNameError if
+    leaves have the same path, a key is of another type, or containers are nested too
+    deep; UnsupportedLeafError if static fields take too much text.
     """
     leaves: dict[LeafPath, TreeLeaf] = {}
     return FlatTree(leaves, walk(tree, leaves.__setitem__, boxes=boxes))
@@ -148,10 +137,7 @@ def walk(
     *,
     boxes: tuple[type, ...] = (),
 ) -> Node | LeafPath:
-    """Passes each leaf to `enter` and returns only the structure; see `flatten`.
-
-    After an error, leaves may be missing.
-    """
+    """Passes each leaf to `enter` and returns only the structure; see `flatten`."""
     # Most keys recur, in a parameter and its moments, so share the objects.
     make_key = functools.lru_cache(maxsize=None, typed=True)(Key)
     walker = _Walker(enter, boxes, make_key, set(), set(), {}, [0])
@@ -165,11 +151,7 @@ def walk(
 
 
 class _Walker(NamedTuple):
-    """State of a walk over a tree.
-
-    A recursive closure instead would keep itself and the leaves alive until the garbage
-    collector runs.
-    """
+    """State of a walk; a recursive closure would keep leaves alive in a cycle."""
 
     enter: Callable[[LeafPath, TreeLeaf], None]
     boxes: tuple[type, ...]
@@ -235,10 +217,7 @@ def _visit(
 
 
 def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -> None:
-    """Raises UnsupportedLeafError if static fields exceed the limit on text.
-
-    Also for text that JSON would not return unchanged.
-    """
+    """Raises UnsupportedLeafError if static fields are too long, or no exact JSON."""
     [total] = walker.static_bytes
     for name, field in static.items():
         try:
@@ -263,10 +242,7 @@ _SHORT = 1000
 
 
 def _static_bytes(field: JSON) -> int:
-    """Estimates the size of a static field as JSON; exact for long strings.
-
-    Raises ValueError if JSON would return another text.
-    """
+    """Estimates the size of a static field as JSON, or raises ValueError if inexact."""
     if isinstance(field, str):
         _util.json_limits.check_text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
@@ -362,10 +338,7 @@ def _name(cls: type) -> str:
 def _static_fields(
     value: Any, children: set[state_tree.KeyName], aux: Any, is_box: bool
 ) -> dict[str, JSON]:
-    """Returns what JSON can hold of a container's data that are no leaves.
-
-    Fields by name; of a class whose children are no fields, its auxiliary data.
-    """
+    """Returns what JSON can hold of a container's fields or auxiliary data."""
     if treedef.has_fields(type(value), children):
         named = {
             f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)
@@ -409,11 +382,7 @@ _MAX_INT_BITS = 2**13
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:
-    """Converts `value` to JSON types; `_NOT_JSON` if not possible.
-
-    Not possible either for an int with more digits than Python parses, and for a list
-    that is nested too deep or contains itself.
-    """
+    """Converts `value` to JSON types; `_NOT_JSON` if no reader would return it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,8 +1,4 @@
-"""Converts Flax states to leaf tables and back.
-
-Wrappers of single values (linen's boxes and NNX variables) are part of the structure,
-but not of leaf paths.
-"""
+"""Converts Flax states to leaf tables, without fields of boxes in paths, and back."""
 
 from __future__ import annotations
 
@@ -35,11 +31,9 @@ def boxes() -> tuple[type, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class FlatState:
-    """A state as a table of named leaves.
+    """A state as a table of named leaves, in its order.
 
     Attributes:
-        table: Leaf path -> leaf, in the order of the state.
-        structure: The containers of the state.
         restore_objects: The inverse of splitting NNX objects: they become new objects
             with the same sharing. Takes the state, and values of empty attributes.
         objects: Leaf path -> NNX object that is split there.
@@ -78,9 +72,8 @@ class FlatState:
     ) -> PyTree:
         """Returns a state of the same classes with other values.
 
-        `in_parts` leaves leaves of registered classes in parts, for values from which
-        they cannot be built. Raises UnbuiltLeavesError, or UnequalVariablesError if the
-        values of a shared variable differ.
+        `in_parts` leaves registered leaves in parts. Raises UnbuiltLeavesError, or
+        UnequalVariablesError if the values of a shared variable differ.
         """
         make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
         return self.restore_objects(
@@ -100,15 +93,10 @@ def flatten(
 ) -> FlatState:
     """Returns the leaf table of a concrete or abstract state.
 
-    With `whole_branches`, NNX variables are repeated in each top-level branch that has
-    them, so that each branch can be restored alone. Otherwise, a variable that objects
-    share is a leaf of the first object. `task` is what the caller does to the state,
-    for messages.
-
-    Raises:
-        UnsupportedLeafError: Leaves cannot be saved; the error lists all of them.
-        LeafNameError: Two leaves have the same path.
-        OptionError: The state is a function or a class.
+    A variable that objects share is a leaf of the first; with `whole_branches`, of each
+    top-level branch, so that each can be restored alone. Raises UnsupportedLeafError
+    with all leaves that cannot be saved, LeafNameError for equal paths, and OptionError
+    for a function or a class.
     """
     check_state(state)
     tree, restore_objects, repeated, objects = nnx_objects.split(state, whole_branches)
@@ -195,9 +183,8 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
 def locate_state(result: Any, paths: Set[LeafPath]) -> Callable[[Any], PyTree] | None:
     """Returns the function that takes the state from a result; None without a state.
 
-    The state is the result, or the item of a dict, tuple or list with the most leaves
-    of `paths`, the leaf paths before the step: a step may add leaves. A step that
-    changes its state in place returns none of them.
+    It is the result, or its item with the most leaves of `paths`. A step that changes
+    its state in place returns none of them.
     """
     if result is None:
         return None
@@ -236,11 +223,7 @@ class OptimizerPart(NamedTuple):
 
 
 def optimizers(state: PyTree) -> list[OptimizerPart]:
-    """Returns the optimizers of a state whose transform is available.
-
-    Optimizers of `TrainState`s, each with the parameters beside it, and NNX optimizers,
-    each with the modules of the state.
-    """
+    """Returns the optimizers of a state that has their transforms and parameters."""
     parts = [
         OptimizerPart(
             (*keys, _OPT_STATE),

@@ -1,7 +1,4 @@
-"""Leaves, leaf infos and leaf tables.
-
-`_state.describe` describes the leaves of a state.
-"""
+"""Leaves, leaf infos and leaf tables; `_state.describe` makes them."""
 
 from __future__ import annotations
 
@@ -32,11 +29,7 @@ MeshAxes: TypeAlias = str | tuple[str, ...] | None
 class Role(NamedTuple):
     """The role of an optimizer leaf, independent of its place in the optimizer.
 
-    Attributes:
-        state_class: Class of the innermost transform's state, `ScaleByAdamState`.
-        field: Field of the state, `mu`.
-        param: Path below the field: the parameter's path, or empty for a counter.
-        optimizer: Path of the whole optimizer's state, `opt_state`.
+    `param` is the path below the field: the parameter's path, or empty for a counter.
     """
 
     state_class: str
@@ -48,9 +41,7 @@ class Role(NamedTuple):
 class Box(NamedTuple):
     """A box around a leaf or its containers, absent from the leaf path.
 
-    Attributes:
-        depth: The number of keys of the leaf inside of the box.
-        field: The field of the box with the value; jax and Orbax add it to the path.
+    `depth` is the number of keys inside; jax and Orbax add `field` to the path.
     """
 
     depth: int
@@ -152,12 +143,7 @@ EMPTY_STATE = LeafInfo("", (), "empty", "dict")
 
 
 class Unsupported(NamedTuple):
-    """The reason why a leaf is listed, but its values are not read.
-
-    Attributes:
-        form: The form of the values, `quantized as Q4_K`.
-        advice: A sentence that says how to get a file with values that are read.
-    """
+    """Why values are not read: their form, and a sentence on how to get others."""
 
     form: str
     advice: str
@@ -168,8 +154,6 @@ class StoredLeaf:
     """A leaf in a checkpoint, not yet read.
 
     Attributes:
-        root: The checkpoint, for messages.
-        info: The leaf as stored.
         open: Opens the leaf as a read-only array. Arrays that are read together share
             the context.
         value: A string, which is read with the leaf table.
@@ -177,12 +161,10 @@ class StoredLeaf:
         span: Location of the values in a file, if readable without `open`.
         check: Compares what `open` does not: files with their digests, or the checksums
             of chunks with the recorded ones. Raises ValueError and OSError.
-        unsupported: The form of values that are not read; `open` is None then.
-        checksums: The recorded checksums of the chunks; None if not recorded.
         find_files: Finds the files of the chunks: path in the checkpoint -> first byte
             and end of the chunks in it; None if unknown. Raises ValueError and OSError.
-        with_chunks: Returns the leaf with an `open`, `check` and `find_files` that look
-            only at some chunks, by their keys. None if they never look at others.
+        with_chunks: Returns the leaf with functions that look only at some chunks, by
+            their keys. None if they never look at others.
     """
 
     root: Path
@@ -208,15 +190,11 @@ Source: TypeAlias = "Value | StoredLeaf"
 
 @row
 class Leaf:
-    """A row of a leaf table.
+    """A row of a leaf table: the value or stored leaf, or several and `fn`.
 
-    Attributes:
-        info: The properties of the leaf.
-        sources: The value, or the stored leaf; several for a computed leaf. The source
-            of an empty container is None.
-        fn: Computes the leaf from its sources, as jax arrays of their stored shapes and
-            types. It is traced. If None, the leaf is its only source, cast.
-        transforms: Names of the transforms that changed the leaf, in order.
+    `fn`, which is traced, computes the leaf from its sources, as jax arrays of their
+    stored shapes and types. Without, the leaf is its only source, cast; None if it is
+    empty.
     """
 
     info: LeafInfo

@@ -1,8 +1,6 @@
 """Leaf types of users: classes that jax does not know, saved as dicts of parts.
 
-A leaf of a registered class is a container in the leaf table, with its parts as leaves.
-So its parts have leaf paths, chunks, shardings and transforms like all others, and
-readers without the class see a dict.
+So parts have paths, chunks, shardings and transforms like all other leaves.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ class LeafType:
 
 
 class LeafParts:
-    """A leaf of a registered class in parts, at the place of the leaf in a state.
-
-    It stands for a leaf that cannot be built now (its parts are abstract), or that may
-    change in place (its parts are copies).
-    """
+    """A leaf of a registered class in parts: they are abstract, or copies."""
 
     def __init__(self, leaf_type: LeafType, parts: Parts) -> None:
         self.leaf_type = leaf_type

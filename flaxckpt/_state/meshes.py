@@ -1,7 +1,6 @@
-"""Meshes of wanted states: the devices of shardings that name only axes.
+"""Meshes of wanted states: devices for shardings over an `AbstractMesh`.
 
-`jax.eval_shape` and `nnx.eval_shape` under `jax.set_mesh` return shardings over an
-`AbstractMesh`, which has axes and no devices.
+`jax.eval_shape` and `nnx.eval_shape` under `jax.set_mesh` return such shardings.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def with_devices(table: LeafTable) -> LeafTable:
-    """Returns a leaf table with the current mesh in place of meshes without devices.
-
-    Shardings stay as they are if the current mesh has other axes, or there is none.
-    """
+    """Returns the table with the current mesh, of equal axes, for those without."""
     if not any(lacks_devices(leaf.info.sharding) for leaf in table.values()):
         return table
     mesh = current()

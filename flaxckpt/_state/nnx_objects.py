@@ -1,7 +1,4 @@
-"""NNX objects in a state: graphs with shared parts, split and merged again.
-
-A variable that objects share is one leaf, or one leaf in each branch of the state.
-"""
+"""NNX objects in a state: graphs with shared parts, split and merged again."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ def is_optimizer(node: object) -> bool:
 
 
 class UnequalVariablesError(Exception):
-    """Variables that objects share, with different values in their branches.
-
-    `variables`: path of a variable -> its path in an earlier branch.
-    """
+    """`variables` that objects share, with different values in an earlier branch."""
 
     def __init__(self, variables: Mapping[LeafPath, LeafPath]) -> None:
         self.variables = dict(variables)
@@ -151,8 +145,8 @@ def flatten_around(
 ) -> tuple[list[Any], Any]:
     """Flattens a state with each NNX object as a leaf; returns leaves and treedef.
 
-    With `and_variables`, NNX variables outside of objects are leaves as well. Raises
-    TypeError or ValueError if jax cannot flatten the state.
+    With `and_variables`, variables outside are leaves as well. Raises TypeError or
+    ValueError if jax cannot flatten it.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -167,9 +161,7 @@ def _shared_variables(
 ) -> dict[int, int | tuple[Any, ...]]:
     """Returns the NNX variables outside of objects that occur twice in the state.
 
-    `nodes` are the leaves of the state, with objects at `places`. Index of a variable
-    -> its first index in `nodes`; or, for a variable of an object, its path from the
-    list of all objects.
+    Index of a variable in `nodes` -> its first index; or its path in the objects.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -203,8 +195,7 @@ def _share_variables(
 ) -> None:
     """Restores the sharing of variables in `leaves`, unless their values differ.
 
-    Values differ if the checkpoint was saved from a state without the sharing, such as
-    an average that starts as a view of the parameters.
+    They do after a save without the sharing, as of an average that began as a view.
     """
     if not shared:
         return
@@ -252,10 +243,7 @@ _MAX_ATTRIBUTES_BYTES = 2**20
 def with_attributes(
     structure: state_tree.Node | LeafPath, state: PyTree
 ) -> state_tree.Node | LeafPath:
-    """Returns the containers of a state; those of NNX objects with static fields.
-
-    These are attributes that are no leaves, such as the rate of a dropout.
-    """
+    """Returns the containers; those of NNX objects have attributes that are no leaf."""
     left = [_MAX_ATTRIBUTES_BYTES]
 
     def add(
@@ -281,10 +269,7 @@ def with_attributes(
 def _attributes(
     values: Mapping[str, Any], seen: set[int], left: list[int]
 ) -> Iterator[tuple[str, JSON]]:
-    """Yields the path and JSON of attributes, also of objects without leaves.
-
-    `left` is a single number, the bytes that further ones may take as JSON.
-    """
+    """Yields the path and JSON of attributes, within the bytes that are `left`."""
     for name, value in values.items():
         field, size = flatten.attribute_to_json(name, value)
         left[0] -= size
@@ -299,11 +284,7 @@ def _attributes(
 def empty_attribute(
     objects: Mapping[LeafPath, Any], path: LeafPath
 ) -> tuple[LeafPath, Any] | None:
-    """Returns the path and value of the empty attribute at or above a path.
-
-    Empty are None and containers without children. None is returned for a path outside
-    of `objects`, and for an attribute that has a value or does not exist.
-    """
+    """Returns the path and value of the None or empty attribute at or above a path."""
     around = (at for at in objects if state_tree.is_inside(path, at))
     above = max(around, key=len, default=None)
     if above is None:
@@ -396,11 +377,7 @@ def _paths_by_id(objects: Sequence[Any]) -> dict[int, _GraphPath]:
 def _repeat_variables(
     state: PyTree, states: Any
 ) -> tuple[Any, dict[_GraphPath, _GraphPath]]:
-    """Adds variables that objects of an earlier branch share to the other branches.
-
-    Returns the states of all objects, and the paths of the added variables -> their
-    first paths.
-    """
+    """Adds shared variables to all branches; returns the added and the first paths."""
     nnx = loaded_nnx()
     values = dict(nnx.to_flat_state(states))
     repeated: dict[_GraphPath, _GraphPath] = {}
@@ -424,11 +401,7 @@ def _repeat_variables(
 def _drop_repeated(
     states: Any, repeated: Mapping[_GraphPath, _GraphPath]
 ) -> tuple[Any, list[_GraphPath]]:
-    """Removes variables that `_repeat_variables` has added.
-
-    Returns the states, and the paths of the removed variables with other values than
-    the first.
-    """
+    """Removes repeated variables; returns the paths of those with other values."""
     if not repeated:
         return states, []
     nnx = loaded_nnx()

@@ -43,10 +43,7 @@ def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any,
 
 
 def check_bools(array: np.ndarray[Any, Any]) -> None:
-    """Raises ValueError for bytes other than 0 and 1 in an array of bools.
-
-    numpy treats other bytes as true; the behaviour of jax depends on the compiled code.
-    """
+    """Raises ValueError for bytes other than 0 and 1: jax may compute anything."""
     if array.dtype == np.bool_ and array.size:
         largest = int(array.view(np.uint8).max())
         if largest > 1:
@@ -54,10 +51,7 @@ def check_bools(array: np.ndarray[Any, Any]) -> None:
 
 
 def convert(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any, Any]:
-    """Casts `array` to `dtype_name`; returns `array` itself without a change of type.
-
-    Values beyond the range of a narrower float become infinite, as in TensorStore.
-    """
+    """Casts `array`, if need be; values beyond a narrower float become infinite."""
     dtype = to_numpy(dtype_name)
     if array.dtype == dtype:
         return array

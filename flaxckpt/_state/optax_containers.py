@@ -1,7 +1,4 @@
-"""Recognises containers as states of optax, or of other libraries' transforms.
-
-Structures contain only the names of classes, so recognition is by name.
-"""
+"""Recognises, by the names of classes, states of optax and other transforms."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def is_complete(node: tree.Node) -> bool:
 
 
 def may_be_several(node: tree.Node) -> bool:
-    """Returns True if a stored tuple may consist of several whole optimizers.
-
-    Orbax writes tuples as lists, Flax's `to_state_dict` as dicts.
-    """
+    """Returns True if a stored tuple, list or dict may be several whole optimizers."""
     return (
         _is_like_tuple(node)
         and len(node.children) > 1

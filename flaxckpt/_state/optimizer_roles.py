@@ -24,7 +24,6 @@ class LeafFacts(NamedTuple):
     Attributes:
         state_class: Class of the innermost transform's state; empty if none is known,
             or if the state is a dict with the fields of an optax state.
-        field: The field.
         fields: All fields of the state.
         place: Path of the state.
         skip: Length of the start of a leaf's path that ends with the field.
@@ -82,9 +81,8 @@ def find_facts(
 ) -> dict[LeafPath, LeafFacts]:
     """Returns the facts about all leaves of optimizer states, by leaf path.
 
-    An optimizer state is the state of an optax transform, a tuple of such states, or
-    any tree below a key `opt_state`. `optimizer_states` are the keys and structures of
-    those without classes in `structure`, each of a single optimizer.
+    A state is that of an optax transform, a tuple of such, or any tree below a key
+    `opt_state`. `optimizer_states` lack their classes in `structure`.
     """
     return _Roles(structure).all(optimizer_states)
 
@@ -95,10 +93,9 @@ def trusted_roles(
     """Corrects the recorded roles of a checkpoint's leaves by its containers.
 
     flaxckpt 0.1.0 recorded the parameters' own classes as states of transforms, and
-    several optimizers in a tuple as a single optimizer. Containers are recorded with
-    their classes and are therefore more reliable, except where classes are lost (in NNX
-    optimizers, or by a transform). Returns the roles of leaves with wrong ones; None
-    for an unknown role.
+    several optimizers in a tuple as one. Classes of containers are more reliable,
+    except where they are lost. Returns the roles of leaves with wrong ones; None if
+    unknown.
     """
     finder = _Roles(structure)
     known = finder.all(())
@@ -114,12 +111,9 @@ def trusted_roles(
 
 
 class _MirroredParams(NamedTuple):
-    """The parameters mirrored by the moments of a part of an optimizer.
+    """The parameters mirrored by a part of an optimizer, below possible `roots`.
 
-    Attributes:
-        roots: Possible path prefixes shared by all of the parameters.
-        params: Paths of the parameters below the prefix.
-        is_masked: True if other parameters have no moments here.
+    With `is_masked`, other parameters have no moments here.
     """
 
     roots: frozenset[LeafPath]
@@ -201,8 +195,7 @@ class _Roles:
 
         A chain is a tuple of states, or a dict (`named_chain`), and so are optimizers
         side by side. A tuple is a chain unless its elements have moments of different
-        parameters. If the parameters do not decide, as for two equal networks, a tuple
-        of complete optimizers may be either.
+        parameters; if these do not decide, it may be either.
         """
         by_key = {
             key: child
@@ -274,11 +267,7 @@ class _Roles:
         carriers: Mapping[tree.Key, tree.Node],
         keys: Keys,
     ) -> bool:
-        """Returns True if optimizers have the names of the parameters they update.
-
-        `children` are the keys of all children of a container at `keys`; `carriers` are
-        those with moments.
-        """
+        """Returns True if optimizers, with moments, are named as what they update."""
         names = [f"{tree.join((key,))}/" for key in children]
         parents: set[LeafPath] | None = None
         for key, mirror in zip(carriers, self._mirrors(carriers, keys), strict=True):
@@ -311,11 +300,9 @@ class _Roles:
         is_full: bool,
         are_complete: bool,
     ) -> Literal["one", "several", "either"]:
-        """Counts the optimizers in a tuple at `keys` with `n_elements`.
+        """Counts the optimizers in a tuple, by its elements with moments.
 
-        `carriers` are the elements with moments. The tuple `is_full` if each element
-        has moments or is complete; they `are_complete` if each may be a whole
-        optimizer.
+        It `is_full` if each element has moments or is complete, a whole optimizer.
         """
         beside = _prefix_beside(keys)
         mirrors = self._mirrors(carriers, keys)
@@ -387,8 +374,7 @@ class _Roles:
     def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _MirroredParams:
         """Returns the parameters mirrored by the moments in an optimizer or a state.
 
-        `beside` is the path prefix of all leaves beside the optimizer; parameters
-        elsewhere count only if none match here.
+        Those elsewhere than `beside` the optimizer count only if none match there.
         """
         part = _Roles("")
         part._types = self._types
@@ -413,10 +399,7 @@ class _Roles:
         return _MirroredParams(frozenset(), frozenset(every), is_masked)
 
     def _roots(self, params: Sequence[LeafPath], beside: LeafPath) -> set[LeafPath]:
-        """Returns the prefixes of leaves outside that have all `params`.
-
-        Those that begin with `beside` are returned alone.
-        """
+        """Returns the prefixes of leaves outside that have all `params`, best first."""
         outside = self._outside_set
 
         def have_all(roots: Iterable[LeafPath]) -> set[LeafPath]:
@@ -458,14 +441,10 @@ class _Roles:
         *,
         may_be_state: bool,
     ) -> None:
-        """Adds the facts about the leaves of `node`, at `keys` in an optimizer.
+        """Adds the facts about the leaves of a container or leaf in an optimizer.
 
-        Args:
-            node: A container or a leaf, in an optimizer.
-            keys: The keys of `node`.
-            prefix: Path missing at the start of the leaf paths in `node`.
-            owner: Facts about the direct leaves of `node` if it is not a state.
-            may_be_state: True if a transform's state of any class may be at this place.
+        `prefix` is missing at the start of its paths; `owner` has the facts about
+        direct leaves outside of a state; `may_be_state` of any class.
         """
         if isinstance(node, str):
             self._found[prefix + node] = owner
@@ -503,10 +482,8 @@ class _Roles:
     def _is_transform(self, node: tree.Node, may_be_state: bool) -> bool:
         """Returns True for a transform's state, False for a container of parameters.
 
-        States of optax are recognised by name. States of other libraries are classes
-        with fields, at a place where an optimizer has states and not among the
-        parameters. A field such as `mu` contains no states, whatever the class of the
-        parameters.
+        States of other libraries are classes with fields, at a place of states. A field
+        such as `mu` contains no states, whatever the class of the parameters.
         """
         if optax_containers.is_state_of_optax(node):
             return True
@@ -517,11 +494,7 @@ class _Roles:
         )
 
     def _is_unnamed_state(self, node: tree.Node) -> bool:
-        """Returns True for a dict with the fields of an optax state.
-
-        States look like this after losing their classes, as in `nnx.state(optimizer)`
-        and `flax.serialization.to_state_dict`.
-        """
+        """Returns True for a dict with the fields of a state, as `nnx.state` makes."""
         if (
             node.is_box
             or node.type in ("tuple", "list")

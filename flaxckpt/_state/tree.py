@@ -1,8 +1,4 @@
-"""Nodes, keys and leaf paths of pytrees, and the rebuilding of a pytree.
-
-`_state.flatten` splits a pytree into leaves and nodes; `_state.treedef` writes nodes to
-JSON for later processes, and reads them.
-"""
+"""Nodes, keys and leaf paths of pytrees, and the rebuilding of a pytree."""
 
 from __future__ import annotations
 
@@ -22,12 +18,7 @@ KeyName: TypeAlias = "str | int | tuple[str | int, ...]"
 
 
 class Key(NamedTuple):
-    """A key in the path of a leaf.
-
-    Attributes:
-        name: Dictionary key, attribute name or index.
-        kind: `key` of a mapping, `attr` of an object, `index` of a sequence.
-    """
+    """A key in the path of a leaf: of a mapping, of an object, or of a sequence."""
 
     name: KeyName
     kind: Literal["key", "attr", "index"]
@@ -42,9 +33,7 @@ class Node:
 
     Attributes:
         type: `dict`, `list`, `tuple`, `None`, or `module:qualname` of the class.
-        keys: The key of each child.
         children: A `Node` for a container, the leaf path for a leaf.
-        rebuild: Rebuilds the container from its keys and its children's values.
         static: Fields other than children, in JSON types (`DynamicScale.factor`).
         is_box: True for a wrapper of a single value, such as `nnx.Param`; not part of
             the path.
@@ -97,11 +86,7 @@ def without_box(path: LeafPath) -> LeafPath:
 
 
 def before(path: LeafPath, end: LeafPath) -> LeafPath | None:
-    """Returns the path before the end of a stored leaf's path; None for another end.
-
-    `path` may have the field name of the leaf's box, and `end` has not; part of `end`
-    may have the name of a field.
-    """
+    """Returns the path before the end of a path, with or without boxes, or None."""
     for bare in (path, without_box(path)):
         if f"/{bare}".endswith(f"/{end}"):
             return bare[: -len(end)].removesuffix("/")
@@ -165,10 +150,9 @@ def unflatten(
         leaf_types.build
     ),
 ) -> PyTree:
-    """Puts `values` (leaf path -> leaf) back into the containers of `structure`.
+    """Puts values back into containers; `make_leaf` makes leaves of parts.
 
-    `make_leaf` makes a leaf of a registered class from its parts. Raises
-    UnbuiltLeavesError if it raised LeafTypeError for some leaves.
+    Raises UnbuiltLeavesError if it raised LeafTypeError for some leaves.
     """
     unbuilt: _Unbuilt = {}
     tree = _unflatten(structure, values, make_leaf, unbuilt)
@@ -238,10 +222,7 @@ def inside_boxes(node: Node | LeafPath) -> Node | LeafPath:
 
 
 class LeafPlace(NamedTuple):
-    """The path and the keys of a leaf, and its path in the structure.
-
-    `recorded` is None for an empty container.
-    """
+    """The path and keys of a leaf, and its path in the structure, if not empty."""
 
     path: LeafPath
     keys: tuple[Key, ...]
@@ -251,10 +232,7 @@ class LeafPlace(NamedTuple):
 def leaf_places(
     structure: Node | LeafPath, keys: tuple[Key, ...] = (), path: LeafPath = ""
 ) -> list[LeafPlace]:
-    """Returns the places of all leaves and empty containers, in order.
-
-    `keys` and `path` are those of the structure.
-    """
+    """Returns the places of all leaves and empty containers, in order."""
     if isinstance(structure, str) or not structure.children:
         recorded = structure if isinstance(structure, str) else None
         return [LeafPlace(path, keys, recorded)]
@@ -283,11 +261,7 @@ def containers(
 def plain_structure(
     leaves: Iterable[tuple[LeafPath, tuple[Key, ...], str | None]],
 ) -> Node | LeafPath:
-    """Builds dicts and lists for leaves without recorded containers.
-
-    Each has its path, its keys, and None; or, for an empty container, its type: `None`,
-    `dict`, `list` or `tuple`.
-    """
+    """Builds dicts and lists for leaves and empty containers, from path and keys."""
     nodes = [
         (keys, path if empty is None else empty_node(empty))
         for path, keys, empty in leaves

@@ -1,7 +1,4 @@
-"""Writes the containers of a pytree to JSON, and reads them.
-
-The JSON is untrusted: `_state.classes` decides which classes are built.
-"""
+"""Writes the containers of a pytree to JSON, and reads them, which is untrusted."""
 
 from __future__ import annotations
 
@@ -29,9 +26,8 @@ def resolve_nothing(type_name: str) -> None:
 def to_json(structure: tree.Node | LeafPath) -> JSON:
     """Describes `structure` in JSON; `from_json` is the inverse.
 
-    A leaf is its path as a string. A container is `[type, keys, children]`, with any
-    static fields as a fourth element; an `int` key of a mapping stays an `int`, and a
-    tuple is a list. A box has `null` instead of keys.
+    A leaf is its path. A container is `[type, keys, children]`, with any static fields
+    as a fourth element; a tuple is a list. A box has `null` instead of keys.
     """
     if isinstance(structure, str):
         return structure
@@ -46,9 +42,8 @@ def from_json(
 ) -> tree.Node | LeafPath:
     """Reads a description written by `to_json`, from an untrusted file.
 
-    Only `resolve` finds builders of classes. `unknown` receives the class names that it
-    does not know; such a container becomes a dict, or a list if its children have no
-    names. Raises ValueError if `data` is not valid.
+    A container that `resolve` does not find becomes a dict or list, and is in
+    `unknown`. Raises ValueError if `data` is not valid.
     """
     if depth > tree.MAX_DEPTH:
         raise ValueError(f"containers are nested more than {tree.MAX_DEPTH} deep")
@@ -84,11 +79,7 @@ def has_fields(cls: type, children: Collection[tree.KeyName]) -> bool:
 
 
 def aux_to_json(aux: Any) -> dict[str, JSON]:
-    """Returns the static field with the auxiliary data of a registered class.
-
-    The data are those that the class gives to jax, which returns them at the rebuild.
-    No field if JSON cannot hold them.
-    """
+    """Returns the static field with the auxiliary data of a class, if JSON holds it."""
     try:
         field = _util.json_limits.copy({AUX: _tag(aux, 0)}, "it")
     except ValueError:

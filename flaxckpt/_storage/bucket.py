@@ -74,11 +74,7 @@ _AHEAD: ContextVar[tuple[_Ahead, ...]] = ContextVar("values read ahead", default
 
 
 class Bucket:
-    """A bucket of an object store.
-
-    Attributes:
-        appended: Key of a journal -> content after this process appended to it.
-    """
+    """A bucket; `appended` are keys of journals -> contents that this process wrote."""
 
     def __init__(
         self, scheme: str, bucket: str, options: StoreOptions | None = None
@@ -104,10 +100,9 @@ class Bucket:
         stop: int | None = None,
         size: int = 0,
     ) -> StoredValue | None:
-        """Returns the value of `key`, or a range of the bytes; None for a missing key.
+        """Returns the value of `key`, or a range of it; None for a missing key.
 
-        A range beyond the end raises an error, except an empty range, which gets only
-        the generation. `size` is the expected size, for the deadline.
+        An empty range gets only the generation. `size` is expected, for the deadline.
         """
         for bucket, changes, values in _AHEAD.get():
             if bucket is self and changes == self._changes and key in values:
@@ -140,11 +135,7 @@ class Bucket:
         return stored and stored.value
 
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
-        """Yields a value part by part; nothing if missing.
-
-        `size` is the expected size; the actual size may differ. Raises StoreError if
-        the value was replaced during the read, or the store is unreachable.
-        """
+        """Yields a value part by part; StoreError if it is replaced meanwhile."""
         generation: bytes | None = None
         for begin in itertools.count(0, _PART_BYTES):
             is_last = begin + _PART_BYTES >= size
@@ -168,13 +159,8 @@ class Bucket:
     ) -> int | None:
         """Fills `views` with a value, or a range of its bytes; several parts at a time.
 
-        Returns:
-            Number of bytes in the range, which may exceed the views; None for a missing
-            value.
-
-        Raises:
-            StoreError: The value was replaced during the read, or the store is
-                unreachable.
+        Returns the bytes in the range, which may exceed the views; None for a missing
+        value. Raises StoreError if it was replaced meanwhile, or is unreachable.
         """
         targets = [np.frombuffer(view, np.uint8) for view in views]
         wanted = sum(len(target) for target in targets)
@@ -230,10 +216,7 @@ class Bucket:
     def exchange(
         self, key: str, value: bytes, generation: bytes | None
     ) -> bytes | None:
-        """Replaces the value of `generation`, or any value if `generation` is None.
-
-        Returns the new generation; None if the present value has another generation.
-        """
+        """Replaces the value of `generation`, or any; returns the new one, or None."""
         with self._change():
             stamp = self.connection.request(
                 f"write {self.url}/{key}",
@@ -325,11 +308,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def read_ahead(self, keys: Iterable[str]) -> Iterator[None]:
-        """Reads small values at once, for reads in the `with` block.
-
-        Changes by other processes meanwhile are not seen; changes by this process end
-        the use of all values.
-        """
+        """Reads small values at once, for reads in the block until a change here."""
         ahead = _Ahead(self, self._changes, {})
 
         def read(key: str) -> None:
@@ -346,11 +325,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def listing_cache(self, prefix: str) -> Iterator[None]:
-        """Caches a listing of `prefix` during the `with` block.
-
-        `keys` and `has` use the cache, until this process writes to the store or
-        deletes from it. Changes by other processes are not seen.
-        """
+        """Caches a listing of `prefix` in the block, until a change by this process."""
         before = _LISTINGS.set((*_LISTINGS.get(), _Listing(self, prefix)))
         try:
             yield

@@ -1,9 +1,8 @@
 """Commit markers, for object stores without renames.
 
-The objects of a checkpoint have their final names from the start, and the checkpoint
-exists when its marker exists. A process that writes or deletes a checkpoint holds its
-lock. A process that takes over the lock of a dead process removes objects without a
-marker.
+Objects have their final names from the start; the checkpoint exists when its marker
+does. Who writes or deletes it holds its lock; who takes over the lock of a dead process
+removes objects without a marker.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ def locked(path: RemotePath, *, patient: bool = False) -> Iterator[locks.Lock]:
     """Holds the lock of a checkpoint in the `with` block; see `locks.lock`.
 
     A lock that was taken over is left to a sweep, unless its dead holder left a whole
-    checkpoint, or none. Raises CheckpointExistsError if another process holds the lock;
-    StoreError if the store is unreachable.
+    checkpoint, or none.
     """
     with locks.lock(path, patient=patient) as lock:
         if lock.is_inherited:
@@ -61,10 +59,7 @@ def is_committed(path: RemotePath) -> bool:
 
 
 def is_unfinished(path: RemotePath) -> bool:
-    """Returns True for an uncommitted checkpoint, still locked by a writer.
-
-    Also for a commit marker without other objects, a late write of an abandoned save.
-    """
+    """Returns True for a checkpoint that is still locked, or has only a marker."""
     keys = path.keys()
     return keys == [MARKER] or (MARKER not in keys and locks.is_locked(path))
 
@@ -75,9 +70,8 @@ def new_checkpoint(
 ) -> Iterator[RemotePath]:
     """Locks a checkpoint for writing in the `with` block; see `commit`.
 
-    With `overwrite`, first removes the objects of an existing checkpoint whose names
-    `keep` does not select. Removes all objects at the end if there is no commit marker.
-    Raises CheckpointExistsError if the checkpoint exists, or another process writes it.
+    With `overwrite`, first removes existing objects that `keep` does not select.
+    Removes all at the end without a commit marker. Raises CheckpointExistsError.
     """
     with locked(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)
@@ -134,7 +128,7 @@ def _clear(lock: locks.Lock) -> None:
 
 
 def commit(final: RemotePath, marker: bytes) -> int:
-    """Commits the checkpoint written in `new_checkpoint`; returns the bytes written.
+    """Commits what `new_checkpoint` wrote; returns its bytes.
 
     Raises CheckpointExistsError if another process took over the lock; StoreError if
     the result of the commit is unknown.
@@ -169,10 +163,8 @@ def _digest(file: RemotePath) -> str | None:
 def write_new(path: RemotePath, content: bytes, lock: locks.Lock | None = None) -> None:
     """Writes a new object, by default under the lock that this process holds around it.
 
-    Replaces an existing object, which is a late write of an abandoned attempt. Later
-    writes of abandoned attempts find the new object, and the store refuses them. Raises
-    CheckpointExistsError if another process writes the checkpoint, or has taken over
-    the lock.
+    Replaces a late write of an abandoned attempt; the store refuses later ones. Raises
+    CheckpointExistsError if another process has the lock.
     """
     store, key = path.store, path.key
     lock = lock or _lock_around(path)
@@ -237,10 +229,7 @@ def remove(lock: locks.Lock) -> None:
 
 
 def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
-    """Removes objects of a checkpoint, the manifest and a commit marker first.
-
-    Without the manifest, a commit marker that arrives late does not count.
-    """
+    """Removes objects, the manifest first: a late marker does not count without it."""
     final = lock.path
     first = {MARKER, MANIFEST}.intersection(keys)
     for some in (first, {*keys} - first):

@@ -1,8 +1,7 @@
 """System calls on files and directories: safe opening, checks, syncing, removal.
 
-Checkpoint files are opened for reading by `open_regular_file`: opening a pipe never
-waits for its writer. Symbolic links within a checkpoint are followed, links out of it
-are refused. Hard links look like any file.
+Opening a pipe never waits for its writer. Symbolic links within a checkpoint are
+followed, links out of it are refused. Hard links look like any file.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _TEMPORARY = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
-    """Returns the descriptor of a regular file, open for reading.
-
-    Raises ValueError if the file is not regular, or is a link out of `within`; OSError
-    if the file cannot be opened.
-    """
+    """Returns the descriptor of a file; ValueError if not regular, or a link out."""
     flags = _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
@@ -94,8 +89,7 @@ def check_file(path: Path, checkpoint: Path) -> None:
 def _checked_size(directory: str, checkpoint: Path, *, deep: bool) -> int:
     """Returns the size of the files in a directory, or also below if `deep`.
 
-    Follows links to directories, too: these may contain links that lead out. Raises
-    ValueError if a link leads out, or an entry is neither file nor directory.
+    Links to directories are followed: these may contain links that lead out.
     """
     size = 0
     seen: set[tuple[int, int]] = set()
@@ -170,11 +164,7 @@ def link_if(old: Path, new: Path, is_equal: Callable[[], bool]) -> bool:
 
 
 def make_parents(root: Path, file: PurePath | str) -> None:
-    """Makes the directories of `file` below `root`.
-
-    Does not make `root`: if another process has removed it, files written before are
-    missing. Raises FileNotFoundError if `root` does not exist.
-    """
+    """Makes directories below `root`; FileNotFoundError if it was removed meanwhile."""
     for parent in reversed(PurePath(file).parents[:-1]):
         (root / parent).mkdir(exist_ok=True)
 
@@ -217,11 +207,7 @@ def digest(content: bytes) -> str:
 
 
 def check_digest(name: object, digest: str | None, recorded: object) -> None:
-    """Raises ValueError if the digest of a file differs from the recorded one.
-
-    `name` is the file, for the message; `digest` is None if it is missing or too large;
-    `recorded` is not trusted.
-    """
+    """Raises ValueError unless `digest` is the recorded one, which is not trusted."""
     if digest != recorded:
         pair = str(recorded) or "none", digest or "none"
         # Twelve hexadecimal digits tell files apart; a damaged record may share them.

@@ -1,14 +1,13 @@
 """Leases of readers: files in a checkpoint to prevent deletion during a read.
 
-A reader touches its file again and again while it reads. A file that has not been
-touched for a minute, by the clock of the file system, belongs to a dead reader.
+A reader touches its file again and again; one that was not touched for a minute, by the
+clock of the file system, belongs to a dead reader.
 
-A process that deletes a checkpoint makes a file, too, and then looks for readers; a
-reader makes its file and then looks for a deletion. In either order, at least one of
-them sees the other, so no read begins while the checkpoint is being deleted. Both make
-a file before they list the directory, so that clients of a network file system do not
-list from an outdated cache. Of several deletions at once, each may remove the file of
-the others, so a deletion looks for readers again before it removes anything for good.
+A process that deletes makes a file, too, and then looks for readers; a reader makes its
+file and then looks for a deletion: at least one sees the other. Both make a file before
+they list, so that clients of a network file system list no outdated cache. Of several
+deletions, each may remove the file of the others, so each looks for readers again
+before it removes anything for good.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ _TOUCHES = 4
 
 
 class Lease:
-    """A reader's lease: prevents the deletion of a checkpoint until released.
-
-    Raises:
-        OSError: The file cannot be made; FileNotFoundError for a missing checkpoint.
-    """
+    """A reader's lease: prevents deletion until released; OSError if it cannot."""
 
     def __init__(self, path: Path) -> None:
         host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64]
@@ -134,10 +129,7 @@ def reader(name: str) -> str:
 
 
 def unexpired(path: Path, names: Iterable[str]) -> list[str]:
-    """Returns the unexpired files among `names` in the checkpoint `path`.
-
-    Files with a time in the future, beyond the limit, are expired, too.
-    """
+    """Returns the unexpired files among `names`; times in the future are expired."""
     names = list(names)
     if not names:
         return []
@@ -155,10 +147,7 @@ def unexpired(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def is_older(path: Path, secs: float) -> bool:
-    """Returns True if `path` was last changed or touched over `secs` seconds ago.
-
-    By the clock of the file system; False if unknown, or for a missing path.
-    """
+    """Returns True if `path` is older than `secs` by the file system's clock."""
     now = _file_system_time(path.parent)
     try:
         return now is not None and now - path.lstat().st_mtime > secs
@@ -225,10 +214,7 @@ def _names(path: Path, prefix: str) -> list[str]:
 
 
 def is_being_deleted(path: Path) -> bool:
-    """Returns True if the checkpoint `path` was, or will soon be, deleted.
-
-    Raises DamagedCheckpointError if the checkpoint is inaccessible.
-    """
+    """Returns True if a checkpoint is, or will soon be, deleted."""
     with read_errors.explain_errors(path):
         # The name last: a deletion that was not announced before has seen the lease.
         return bool(unexpired(path, _names(path, DELETING))) or not path.is_dir()
@@ -236,11 +222,7 @@ def is_being_deleted(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deletion(path: Path) -> Iterator[None]:
-    """Announces the deletion of a checkpoint, or of a part, in the `with` block.
-
-    Raises SaveFailedError if the checkpoint is being read; OSError if the deletion
-    cannot be announced.
-    """
+    """Announces a deletion in the `with` block; SaveFailedError if it is being read."""
     file = path / DELETING
     try:
         if paths.is_remote(file):

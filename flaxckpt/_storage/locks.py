@@ -1,8 +1,7 @@
 """Locks in object stores, for writers and deleters of checkpoints.
 
-A lock is an object beside the checkpoint, made and changed by conditional writes. It
-names its holder, who changes it again and again. A lock that has not changed for a
-while, or whose process is dead, is taken over.
+A lock is an object whose holder changes it again and again, by conditional writes. One
+that has not changed for a while, or whose process is dead, is taken over.
 """
 
 from __future__ import annotations
@@ -50,14 +49,10 @@ _LOOK_SECS = 0.5
 
 
 class _Holder(NamedTuple):
-    """The content of a lock, about its holder. Times are of its `time.monotonic`.
+    """The content of a lock; times are of the holder's `time.monotonic`.
 
-    Attributes:
-        id: Different for each lock.
-        beat: Time of the last renewal.
-        until: Time until which requests of dead holders before it may take effect;
-            0 if none may.
-        is_free: Whether the lock is only there for a sweep after that time.
+    Requests of dead holders before it may take effect until `until`; if `is_free`, the
+    lock is only there for a sweep after that time.
     """
 
     id: str
@@ -79,10 +74,7 @@ class _Holder(NamedTuple):
 class Lock:
     """A held lock, until released or taken over.
 
-    Attributes:
-        is_inherited: Whether it was taken over from a dead holder.
-        is_left: Whether `release` leaves the object for a later sweep; at first,
-            whether the lock is inherited.
+    `release` leaves the object for a sweep if `is_left`, at first if it was inherited.
     """
 
     def __init__(
@@ -121,10 +113,9 @@ class Lock:
             return True
 
     def check(self) -> None:
-        """Renews the lock if its last renewal is old, for example after a pause.
+        """Renews an old lock; call it before each request that could do harm.
 
-        Call it before each request that would harm the work of another holder. Raises
-        CheckpointExistsError if another process has taken over the lock.
+        Raises CheckpointExistsError if another process has taken over the lock.
         """
         for _ in range(_FRESH_TRIES):  # the pause may come during a renewal, too
             age = time.monotonic() - self._holder.beat
@@ -150,8 +141,7 @@ class Lock:
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes its object.
 
-        A later sweep also removes the object of a lock that was taken over from a
-        process that had died just then: its requests may have taken effect since.
+        So it does for a lock that was taken over: late requests may have taken effect.
         """
         if os.getpid() != self._holder.pid:
             return  # in a forked child: the parent holds the lock
@@ -196,8 +186,8 @@ def _key(path: RemotePath) -> str:
 def lock(path: RemotePath, *, patient: bool = False) -> Iterator[Lock]:
     """Holds the lock of a checkpoint, which need not exist, in the `with` block.
 
-    If `patient`, waits up to a minute for another holder. Raises CheckpointExistsError
-    if another process holds the lock; StoreError if the store is unreachable.
+    If `patient`, waits up to a minute. Raises CheckpointExistsError if another process
+    holds the lock; StoreError if the store is unreachable.
     """
     lock = _acquire(path, patient=patient)
     try:
@@ -328,10 +318,7 @@ def _status(lock: StoredValue) -> _Status:
 
 
 def _until(lock: StoredValue) -> float:
-    """Returns the time until which requests under a lock that is not used take effect.
-
-    By `time.monotonic`, which all processes of a machine share.
-    """
+    """Returns the time until which requests under an unused lock take effect."""
     holder, now, pid = _holder(lock), time.monotonic(), os.getpid()
     if holder is None or holder.machine != _machine():
         return now + _LATE_SECS

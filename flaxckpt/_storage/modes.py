@@ -1,8 +1,7 @@
 """Modes of the directories and files of a checkpoint: who may read and change them.
 
-A mode is one number, the mode of directories. Files have the same without the bits to
-execute, so that 0o750 stands for files of 0o640. Modes are set with `chmod`, because
-the umask belongs to the whole process and changes what `mkdir` and `open` ask for.
+A mode is that of directories; files have the same without the bits to execute. Modes
+are set with `chmod`, because the umask belongs to the whole process.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _ALL = 0o777
 
 
 def check(permissions: object, path: Path | None = None) -> int | None:
-    """Returns the mode that a user asks for at `path`; None for the umask's.
-
-    Raises OptionError if the mode is no mode, its owner could not use the checkpoint,
-    or `path` is in an object store.
-    """
+    """Returns the mode that a user asks for, or raises OptionError; None for none."""
     if permissions is None:
         return None
     if isinstance(path, RemotePath):
@@ -95,11 +90,7 @@ def set_below(root: Path, mode: int) -> None:
 
 
 def follow(path: Path, mode: int | None) -> None:
-    """Sets modes as `set_below` or `set_on_file` do, where the file system has modes.
-
-    For a file or directory added to a checkpoint, whose mode nobody asked for. Does
-    nothing without a mode.
-    """
+    """Sets the mode of an added file or directory, if any, where modes exist."""
     if mode is None:
         return
     try:

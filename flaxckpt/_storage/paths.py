@@ -47,10 +47,9 @@ class StatResult(NamedTuple):
 
 
 class RemotePath(_Base):
-    """A key in an object store, or a prefix of keys.
+    """A key in an object store, or a prefix of keys; its first part is `s3:bucket`.
 
-    The first part of the path names the store, `s3:bucket`. `os.fspath` raises
-    TypeError, so that no system call takes it for a local path.
+    `os.fspath` raises TypeError, so that no system call takes it for a local path.
     """
 
     __slots__ = ()
@@ -80,10 +79,7 @@ class RemotePath(_Base):
         return f"{self.key}/" if self.parts[1:] else ""
 
     def keys(self) -> list[str]:
-        """Returns the keys below this path, without the prefix, in ascending order.
-
-        Not the placeholder of an empty directory, whose key is the prefix.
-        """
+        """Returns the keys below this path, without the prefix, in ascending order."""
         size = len(self.prefix)
         return [key[size:] for key in self.store.keys(self.prefix) if key[size:]]
 
@@ -126,10 +122,7 @@ class RemotePath(_Base):
             yield self / name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Yields the entries with relative paths like `pattern`, for example `d/*`.
-
-        Compares part by part: `*` does not match `/`.
-        """
+        """Yields the entries like `pattern`, part by part: `*` does not match `/`."""
         patterns = PurePosixPath(pattern).parts
         depth = len(patterns)
         for parts in {tuple(key.split("/")[:depth]): None for key in self.keys()}:
@@ -237,11 +230,7 @@ def from_text(text: str) -> Path:
 
 
 def parse(url: str) -> Path:
-    """Converts the URL of an object store to a path.
-
-    Typed as a local path, because it has the methods that are used here. Raises
-    OptionError if the URL is invalid or names no bucket.
-    """
+    """Converts the URL of a bucket to a path, or raises OptionError."""
     try:
         url.encode()
     except UnicodeEncodeError:
@@ -257,11 +246,7 @@ def parse(url: str) -> Path:
 
 
 def resolve(path: PathLike) -> Path:
-    """Returns the absolute form of `path`, local or in an object store.
-
-    Raises OptionError if `path` is empty, has a backslash or a NUL, or is a URL of
-    another scheme.
-    """
+    """Returns the absolute form of `path`, or raises OptionError for an invalid one."""
     if isinstance(path, RemotePath):
         return path
     if not _util.arguments.is_path(path):

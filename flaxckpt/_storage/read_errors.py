@@ -11,11 +11,7 @@ from flaxckpt import errors
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Converts system errors while reading `path` to DamagedCheckpointError.
-
-    Leaves FileNotFoundError to the caller, because its meaning depends on the file.
-    `is_unread` tells these errors from damage.
-    """
+    """Makes DamagedCheckpointErrors, for `is_unread`; not of missing files."""
     try:
         yield
     except OSError as error:
@@ -34,11 +30,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Converts system errors, including missing files, while reading a checkpoint.
-
-    Raises CheckpointNotFoundError if the checkpoint was deleted during the read;
-    DamagedCheckpointError if a file is missing or unreadable.
-    """
+    """Makes DamagedCheckpointErrors; CheckpointNotFoundError if it was deleted."""
     with explain_errors(path):
         try:
             yield

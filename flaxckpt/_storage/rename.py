@@ -42,9 +42,8 @@ def publish(temporary: Path, final: Path) -> None:
 def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """Exchanges the names of a finished directory and an existing directory.
 
-    A single step where the system has `renameat2`; elsewhere three, by the name
-    `aside`, and a crash between them may leave `final` without its name. Raises
-    NotDurableError if the exchange was done, or half of it, and may not last.
+    Without `renameat2`, by the name `aside`: a crash may leave `final` without a name.
+    Raises NotDurableError if the exchange was done, or half of it, and may not last.
     """
     aside = aside or temporary.with_name(temporary.name + "-replaced")
 
@@ -54,11 +53,9 @@ def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
 
 
 def withdraw(final: Path, aside: Path) -> None:
-    """Renames a directory durably; listings no longer contain the old name.
+    """Renames a directory durably, or raises OSError.
 
-    Raises:
-        OSError: The directory still has its name.
-        NotDurableError: The directory may have lost its name, or regain it in a crash.
+    Raises NotDurableError if it may have lost its name, or regain it in a crash.
     """
     final.rename(aside)
     _settle(final, lambda: aside.rename(final))
@@ -79,11 +76,9 @@ def exchange_atomically(one: Path, other: Path) -> bool:
 
 
 def _settle(final: Path, undo: Callable[[], object]) -> None:
-    """Makes the names beside `final` durable, or calls `undo`.
+    """Makes the names beside `final` durable, or calls `undo` and raises OSError.
 
-    Raises:
-        OSError: The names are as before, durably.
-        NotDurableError: The names are not as before, or a crash may change them.
+    Raises NotDurableError if they are not as before, or a crash may change them.
     """
     try:
         files.sync_directory(final.parent)

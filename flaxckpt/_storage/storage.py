@@ -1,8 +1,4 @@
-"""Protocol for storage, with an implementation for each kind.
-
-`of(path)` returns the storage of `path`. An implementation has no state: every method
-takes the path, as zarr's stores take the key. So `of` costs one `isinstance`, and a
-caller may use the storage of a directory for everything below it.
+"""Protocol for storage, with an implementation for each kind, which has no state.
 
 Where behaviour differs, a method handles both cases; the attributes are for callers
 that choose between two ways of their own. `transaction` has what writes and deletes
@@ -29,6 +25,11 @@ _Path = TypeVar("_Path", bound=Path, contravariant=True)
 class Storage(Protocol[_Path]):
     """Reads, writes, lists, commits and deletes files and checkpoints.
 
+    Of methods that read, a missing file is a FileNotFoundError, and another failure an
+    OSError; a file that is not regular, and a link out of `within` or the checkpoint,
+    is a ValueError, or, of `read`, `open_file` and `digest_file`, a
+    DamagedCheckpointError.
+
     Attributes:
         can_map: Files can be mapped into memory.
         can_rename: Files and directories can be renamed and hard-linked. Without, a
@@ -52,10 +53,7 @@ class Storage(Protocol[_Path]):
         """Yields the names of the subdirectories, except links to directories."""
 
     def identity(self, path: _Path, /) -> tuple[int, ...] | None:
-        """Returns numbers to identify a file and the content; None for a missing file.
-
-        For a checkpoint in an object store, the numbers of its commit marker.
-        """
+        """Returns numbers to identify a file and the content; None if missing."""
 
     def is_taken(self, path: _Path, /) -> bool:
         """Returns True if a file written to `path` would replace an existing entry."""
@@ -63,45 +61,28 @@ class Storage(Protocol[_Path]):
     def contents(
         self, directory: _Path, select: Callable[[str], bool], /
     ) -> Mapping[str, Collection[str] | None]:
-        """Maps each subdirectory whose name `select` accepts to the names inside.
-
-        None if the subdirectory cannot be read. Raises FileNotFoundError if `directory`
-        is missing.
-        """
+        """Maps subdirectories to the names inside, or None if they cannot be read."""
 
     def walk(
         self, directory: _Path, /, *, strict: bool = False
     ) -> Iterator[WalkedEntry]:
-        """Yields each entry below `directory`, in order; does not follow links.
-
-        Leaves out directories that cannot be listed, or raises OSError if `strict`.
-        """
+        """Yields entries below, not through links; `strict` raises OSErrors."""
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
-        """Returns the size of a file; None if unknown without reading the file.
-
-        Raises ValueError if the file is not regular, or is a link out of `within`;
-        OSError if the file cannot be opened.
-        """
+        """Returns the size of a file; None if unknown without reading the file."""
 
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
         """Returns numbers to detect changes, and the size; OSError if inaccessible."""
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
-        """Checks the directory, or database, of the arrays for links that lead out.
+        """Checks the place of the arrays for links that lead out; returns its size.
 
-        Does not check the directories of single arrays: see `check_array`. One listing
-        serves all arrays that are read before the directory changes. Returns the size
-        of the database, or of the few files directly in `root`. Raises ValueError if a
-        link leads out of `checkpoint`; OSError if the directory is missing.
+        One listing serves all arrays that are read before the directory changes; see
+        `check_array` for their own. The size is that of the database, or of few files.
         """
 
     def check_array(self, root: _Path, name: str, checkpoint: _Path, /) -> int:
-        """Checks the directory of an array for links that lead out; returns its size.
-
-        Raises ValueError if a link leads out of `checkpoint`; OSError if the directory
-        is missing.
-        """
+        """Checks the directory of an array for links out; returns its size."""
 
     def check_file(self, path: _Path, checkpoint: _Path, /) -> None:
         """Raises ValueError for a non-regular file, or a link out of the checkpoint."""
@@ -112,56 +93,30 @@ class Storage(Protocol[_Path]):
     # ---- reading ------------------------------------------------------------------
 
     def read(self, file: _Path, /, *, max_bytes: int) -> bytes:
-        """Returns the content of a file.
-
-        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
-        file is larger than `max_bytes`, or not regular.
-        """
+        """Returns the content of a file; DamagedCheckpointError beyond `max_bytes`."""
 
     def open_file(
         self, file: _Path, /, *, buffer_bytes: int = 2**13
     ) -> io.BufferedReader:
-        """Opens a regular file for reading, `buffer_bytes` at a time.
-
-        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
-        file is not regular.
-        """
+        """Opens a regular file for reading, `buffer_bytes` at a time."""
 
     def digest_file(self, file: _Path, /, *, max_bytes: int) -> str | None:
-        """Returns the checksum of a file; None for a file larger than `max_bytes`.
-
-        Raises FileNotFoundError if the file is missing; DamagedCheckpointError if the
-        file is not regular.
-        """
+        """Returns the checksum of a file; None for one larger than `max_bytes`."""
 
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
         """Yields the content of a file in parts, each valid until the next.
 
-        `size` is the expected size, which saves a request; 0 for a file of unknown,
-        perhaps small, size. Raises ValueError if the file is not regular, or is a link
-        out of `within`; OSError if the file cannot be read.
+        The expected `size` saves a request; 0 for unknown, perhaps small.
         """
 
     def read_small(self, file: _Path, max_bytes: int, within: _Path, /) -> bytes:
-        """Returns the content of a small file, at least the first `max_bytes`.
-
-        Raises ValueError if the file is not regular, or is a link out of `within`;
-        OSError if the file cannot be read.
-        """
+        """Returns the content of a small file, at least the first `max_bytes`."""
 
     def read_range(self, file: _Path, offset: int, size: int, /) -> bytes:
-        """Returns `size` bytes of a file from `offset`, or fewer where the file ends.
-
-        Raises ValueError if the file is not regular; OSError if the file cannot be
-        read.
-        """
+        """Returns `size` bytes from `offset`, or fewer where the file ends."""
 
     def read_end(self, file: _Path, size: int, /) -> bytes:
-        """Returns the last `size` bytes of a file, or all of a shorter one.
-
-        Raises ValueError if the file is not regular; OSError if the file cannot be
-        read.
-        """
+        """Returns the last `size` bytes of a file, or all of a shorter one."""
 
     def read_into(
         self,
@@ -175,16 +130,11 @@ class Storage(Protocol[_Path]):
         """Fills `views` with the bytes from `offset` of a file of an array.
 
         A store that is asked for a part of an object does not learn its size. Raises
-        ValueError if the file has another size than `file_size`, if given, ends too
-        early, or is a link out of the array's parent; OSError if the file is missing,
-        or cannot be read.
+        ValueError for another size than `file_size`, if given, or an early end.
         """
 
     def last_lines(self, file: _Path, max_bytes: int, /) -> list[bytes]:
-        """Returns the last lines of a file, as many as fit into `max_bytes`.
-
-        Raises OSError if the file cannot be read; FileNotFoundError for a missing file.
-        """
+        """Returns the last lines of a file, as many as fit into `max_bytes`."""
 
     # ---- writing ------------------------------------------------------------------
 
@@ -194,11 +144,7 @@ class Storage(Protocol[_Path]):
     def replace(
         self, file: _Path, content: bytes, /, *, mode: int | None = None
     ) -> None:
-        """Writes a file atomically: readers see the old content or the new.
-
-        If several processes write at a time, the last write counts. The file's mode
-        follows from `mode`, of directories, see `modes`; None for the umask's.
-        """
+        """Writes a file atomically, with a mode of `modes`; the last write counts."""
 
     def write_marker(
         self, file: _Path, content: bytes, /, *, mode: int | None = None
@@ -208,12 +154,7 @@ class Storage(Protocol[_Path]):
     def lock_file(
         self, file: _Path, checkpoint: _Path, /
     ) -> AbstractContextManager[None]:
-        """Locks a file of a checkpoint against others during the `with` block.
-
-        Does nothing on a file system without file locks. In an object store, locks the
-        checkpoint. Raises OSError if the file cannot be opened; FileNotFoundError if it
-        does not exist.
-        """
+        """Locks a file in the block, if possible; in a store, the checkpoint."""
 
     def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:
         """Makes a directory and its parents durably, with `mode`, or raises OSError."""
@@ -222,18 +163,10 @@ class Storage(Protocol[_Path]):
         """Makes the names in a directory durable."""
 
     def sync_tree(self, root: _Path, /) -> int:
-        """Syncs every file and directory under `root`, by any writer.
-
-        Returns the bytes of all files without other hard links. In an object store, the
-        bytes written since the checkpoint was begun.
-        """
+        """Syncs all files and directories; returns the bytes not linked elsewhere."""
 
     def remove_tree(self, path: _Path, /) -> None:
-        """Removes an existing directory and everything inside.
-
-        Raises OSError if the path is a link or a file, which are never followed or
-        removed.
-        """
+        """Removes a directory; OSError for a link or a file, which are not followed."""
 
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
         """Writes new files below `root`, synced later; OSError if one exists."""
@@ -243,28 +176,23 @@ class Storage(Protocol[_Path]):
         ...
 
     def write_parts(self, file: _Path, parts: Sequence[memoryview], /) -> None:
-        """Writes a new file from `parts`; a small file becomes durable by a later sync.
-
-        Raises OSError if the file exists, or cannot be written.
-        """
+        """Writes a new file, synced later if small; raises OSError if one exists."""
 
     def append_lines(
         self, file: _Path, lines: bytes, max_bytes: int, /, *, mode: int | None = None
     ) -> None:
         """Appends whole lines; concurrent writers may append to the same file.
 
-        Storage that has to rewrite the file drops the oldest lines beyond `max_bytes`.
-        The `mode` is as for `replace`. Raises OSError if the lines cannot be written.
+        Storage that has to rewrite it drops the oldest lines beyond `max_bytes`.
         """
 
     def sync_files(self, paths: Iterable[_Path], threads: int, /) -> None:
         """Makes files and directories durable, `threads` at a time."""
 
     def add_directory(self, path: _Path, files: Mapping[str, bytes], /) -> bool:
-        """Makes a directory with `files` durably, in a single step if possible.
+        """Makes a directory with `files` durably, at once or in their order.
 
-        With several steps, the files appear in their order. The mode follows from the
-        parent's. Returns False, without any change, if another process was first.
+        Returns False, without any change, if another process was first.
         """
 
     def withdraw_name(self, directory: _Path, aside: _Path, /) -> Path:

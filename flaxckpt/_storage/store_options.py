@@ -66,9 +66,8 @@ cleans_up = contextvars.ContextVar("cleans_up", default=False)
 def cleanup() -> Iterator[None]:
     """Limits the requests of this thread in the block, which clean up after others.
 
-    After a request without an answer, they have one deadline together, and then a
-    moment each: a sweep removes what they leave. Without such a request, they have the
-    deadline of any other.
+    After one without an answer, they have one deadline together, and then a moment
+    each: a sweep removes what they leave.
     """
     token = cleans_up.set(True)
     try:

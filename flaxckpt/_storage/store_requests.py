@@ -70,8 +70,7 @@ _numbers = itertools.count()
 def context(spec: Mapping[str, JSON] | None = None) -> ts.Context:
     """Returns a TensorStore context with the store options and this `memory://`.
 
-    Every store is opened with such a context. Each has a cache of its own: a database
-    that was replaced since another context opened it is not taken for that one.
+    Each has its own cache, so it never takes a replaced database for the old one.
     """
     return ts.Context({"cache_pool": {}, **_shared, **(spec or {})}, _MEMORY)
 
@@ -89,11 +88,9 @@ _user: int | None = None
 
 
 def use_threads() -> None:
-    """Records the use of TensorStore's threads by this process.
+    """Records the use of TensorStore's threads, before it does anything but memory.
 
-    Call it before TensorStore opens, reads or writes anything except memory. Raises
-    ForkedError if the parent of this fork used TensorStore's threads: TensorStore would
-    abort the process.
+    Raises ForkedError if the parent of this fork used them: TensorStore would abort.
     """
     global _user
     if _user is None:
@@ -191,10 +188,9 @@ class Connection:
     def request(
         self, what: str, begin: Callable[[], ts.Future[_T]], size: int = 0
     ) -> _T:
-        """Makes the request `what`, started by `begin`, with retries until a deadline.
+        """Makes the request `what` of `size` bytes, with retries until a deadline.
 
-        The deadline grows with `size`, the bytes to transfer. Raises StoreError if the
-        request failed, or exceeded its deadline.
+        Raises StoreError if the request failed, or exceeded its deadline.
         """
         self._use_threads()
         secs = self._timeout_secs(size)
@@ -228,10 +224,9 @@ class Connection:
         return bool(is_temporary) or tries <= _FIRST_RETRIES
 
     def wait(self, what: str, future: ts.Future[_T], size: int = 0) -> _T:
-        """Waits for a single attempt until a deadline.
+        """Waits for a single attempt until a deadline; other errors propagate.
 
-        Raises StoreError if the attempt exceeded its deadline, or the store was
-        unreachable (a `TransientError`). Other errors propagate.
+        Raises StoreError after the deadline, or for a `TransientError`.
         """
         self._use_threads()
         secs = self._timeout_secs(size)

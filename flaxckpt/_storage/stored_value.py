@@ -14,10 +14,7 @@ class StoredValue(NamedTuple):
 
 
 class WalkedEntry(NamedTuple):
-    """An entry below a directory, with its path there.
-
-    A link is both a link and what it leads to.
-    """
+    """An entry below a directory; a link is both a link and what it leads to."""
 
     path: str
     is_directory: bool
@@ -26,11 +23,9 @@ class WalkedEntry(NamedTuple):
 
 
 class WrittenMarker(NamedTuple):
-    """A file that was just written.
+    """A file that was just written; `is_new` is False if a store had it before.
 
-    Attributes:
-        is_new: False if a store had a file of this name before.
-        undo: Removes the file; in a store, only if nobody has written it since.
+    `undo` removes the file; in a store, only if nobody has written it since.
     """
 
     is_new: bool

@@ -1,11 +1,8 @@
 """Temporary directories of writes and deletions, and their removal after crashes.
 
-Their names, `<name>.orbax-checkpoint-tmp-<what>-<random>`, are no names of steps, are
-unique to a writer, and differ from the names that other programs use.
-
-A process locks its directory; the lock ends with the process. Where other machines may
-see the directory, locks are not relied on: the process touches the directory again and
-again, and a directory that has not been touched for a while is abandoned.
+Their names, `<name>.orbax-checkpoint-tmp-<what>-<random>`, are no names of steps, and
+unique to a writer, who holds a lock. Where other machines may see the directory, locks
+are not relied on: it is abandoned if it has not been touched for a while.
 """
 
 from __future__ import annotations
@@ -69,9 +66,7 @@ def new_path(path: Path, what: str) -> Path:
 
 
 def unfinished_names(root: Path) -> list[str]:
-    """Returns the final names of unfinished saves under `root`, in any storage.
-
-    Includes interrupted saves.
+    """Returns the final names of unfinished, also interrupted, saves under `root`.
 
     Source: Orbax ends the names of its temporary directories in this way, too.
     """
@@ -90,9 +85,8 @@ def unfinished_names(root: Path) -> list[str]:
 def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
     """Yields a new directory, to be renamed to `final` in the `with` block.
 
-    Only this user opens the directory until it gets `mode`, see `modes`, if any. At the
-    end, removes any directory with the temporary name: the unfinished directory, or the
-    directory that it replaced. Raises OSError if the directory cannot be made.
+    Only this user opens it until it gets `mode`. At the end, removes any directory with
+    the temporary name: the unfinished one, or the one that it replaced.
     """
     while True:
         path = new_path(final, WRITING)
@@ -115,9 +109,8 @@ def new_directory(final: Path, mode: int | None = None) -> Iterator[Path]:
 def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
     """Protects a directory from sweeps in the `with` block, even if renamed.
 
-    Waits up to `patience_secs` for another claim to end. Yields True unless another
-    process has claimed or removed the directory. Raises OSError if `path` is not a
-    directory, or cannot be opened.
+    Waits `patience_secs` for another claim. Yields True unless another process has
+    claimed or removed it. Raises OSError if it cannot be opened.
     """
     try:
         descriptor = os.open(path, _FLAGS)
@@ -142,11 +135,10 @@ def claim(path: Path, *, patience_secs: float = 0.0) -> Iterator[bool]:
 
 
 def check_claim(path: Path) -> None:
-    """Checks that a claimed directory still has its name.
+    """Raises FileNotFoundError if a claimed directory has lost its name.
 
     After a pause, another process may have swept it. TensorStore then makes a directory
-    anew, with what it still had to write. Raises FileNotFoundError if another process
-    has removed the directory.
+    anew, with what it still had to write.
     """
     if (claimed := _claimed.get(path)) is None:
         return
@@ -166,10 +158,7 @@ def check_claim(path: Path) -> None:
 
 
 def _lock(descriptor: int, patience_secs: float) -> bool:
-    """Locks a directory; False if another process holds the lock for so long.
-
-    True without a lock if the file system has no locks.
-    """
+    """Locks a directory; False if another has it, True if there are no locks."""
     until = time.monotonic() + patience_secs
     while True:
         try:

@@ -1,8 +1,7 @@
 """Transactions on checkpoints: each appears whole, and goes whole, in any storage.
 
-In a file system, a new checkpoint is a temporary directory until it is renamed. In an
-object store, its objects have their final names and count once the commit marker
-exists.
+In a file system, a new checkpoint is a temporary directory until it is renamed; in an
+object store, its objects count once the commit marker exists.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ _COPYING_THREADS = 8
 
 
 class Committed(NamedTuple):
-    """A checkpoint that was committed.
-
-    Attributes:
-        size: Bytes of the written files, without hard-linked files.
-        manifest: Stamp of the manifest if a later checkpoint may have hard links to the
-            files, else None.
-    """
+    """A committed checkpoint; `manifest` is None if it can have no hard links."""
 
     size: int
     manifest: storage.Stamp | None = None
@@ -60,10 +53,7 @@ class Transaction(abc.ABC):
     def copy(
         self, source: Path, is_wanted: Callable[[Path], bool] = lambda name: True
     ) -> bytes | None:
-        """Copies a checkpoint of this machine, or the files that `is_wanted` selects.
-
-        Returns the content of its commit marker, which is not copied; None without one.
-        """
+        """Copies wanted files of a local checkpoint; returns its marker, or None."""
         marker = source / MARKER
         found = [
             file.relative_to(source)
@@ -82,11 +72,10 @@ class Transaction(abc.ABC):
     def commit(
         self, marker: bytes | None, before: Callable[[], object] = lambda: None
     ) -> Committed:
-        """Commits the checkpoint durably.
+        """Commits the checkpoint durably, with `marker` as the last file, if given.
 
-        Writes `marker` as the last file, if given. Calls `before` at the last moment;
-        an error prevents the commit. Raises CheckpointExistsError if another process
-        has written the checkpoint; OSError if the commit failed.
+        An error of `before`, called at the last moment, prevents it. Raises
+        CheckpointExistsError if another process has written it; OSError if it failed.
         """
 
 
@@ -136,10 +125,9 @@ class _Renamed(Transaction):
 
 
 def replace(new: Path, final: Path, keep: Callable[[str], bool]) -> None:
-    """Exchanges the directory `new` with the checkpoint `final`, some files excepted.
+    """Exchanges `new` with `final`, which keeps the files that `keep` selects.
 
-    `keep` selects the files that `final` keeps, by name. Raises SaveFailedError if it
-    lost one that was added meanwhile.
+    Raises SaveFailedError if it lost one that was added meanwhile.
     """
     aside = temporary.new_path(final, temporary.REPLACED)
     with temporary.claim(final):
@@ -185,16 +173,13 @@ def begin(
 ) -> Iterator[Transaction]:
     """Begins the checkpoint `final`; rolls it back at the end unless committed.
 
-    Removes leftovers of crashed saves of `final`.
-
     Args:
-        final: The checkpoint.
+        final: The checkpoint; leftovers of its crashed saves are removed.
         overwrite: Whether to replace an existing checkpoint: in an object store at
             once, in a file system at the commit.
         keep: Selects files of the replaced checkpoint, by name, for the new one.
         check: Called with the checkpoint before it is replaced; raises to keep it.
-        mode: The mode of all directories, from which the mode of all files follows;
-            None for the umask's. Until the commit, only this user opens them.
+        mode: See `modes`. Until the commit, only this user opens the files.
 
     Raises:
         CheckpointExistsError: Only in an object store: `final` exists, or another
@@ -223,18 +208,15 @@ def is_committed(path: Path) -> bool:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Returns True for the objects of an uncommitted save.
-
-    In a file system, an unfinished save has a temporary name.
-    """
+    """Returns True for an uncommitted save that has its final name, in a store."""
     return paths.is_remote(path) and commit_marker.is_unfinished(path)
 
 
 def lists_committed(path: Path, names: Collection[str]) -> bool:
     """Returns True if a checkpoint with these names in it counts as committed.
 
-    In an object store only with the commit marker, and not with the marker alone, which
-    is a late write of an abandoned save. Nobody commits empty directories.
+    In an object store only with the marker, and not with the marker alone, a late
+    write.
     """
     if paths.is_remote(path):
         return MARKER in names and len(names) > 1
@@ -247,10 +229,9 @@ def lists_committed(path: Path, names: Collection[str]) -> bool:
 def delete(path: Path, check: Callable[[Path], object]) -> None:
     """Deletes a checkpoint: first the name or marker, durably, then the files.
 
-    Files that cannot be removed are left to a later sweep. Calls `check` with the
-    present path before and after the name or marker is gone. Raises SaveFailedError if
-    the checkpoint is being read, or `check` raises it to keep it; OSError if the
-    checkpoint still has its name, or may regain it in a crash.
+    A sweep removes files that are left. Calls `check` before and after the name or
+    marker is gone. Raises SaveFailedError if it is being read, or kept by `check`;
+    OSError if it still has its name, or may regain it in a crash.
     """
     if paths.is_remote(path):
         _delete_objects(path, check)
@@ -289,11 +270,7 @@ def _delete_objects(path: RemotePath, check: Callable[[Path], object]) -> None:
 
 
 def delete_part(path: Path, name: str, announce: Callable[[], object]) -> None:
-    """Deletes the directory `name` of a checkpoint after calling `announce`.
-
-    Raises OSError if the directory could not be deleted; SaveFailedError if the
-    checkpoint is being read: the next deletion goes on here.
-    """
+    """Deletes a directory of a checkpoint after `announce`; SaveFailedError if read."""
     if paths.is_remote(path):
         with commit_marker.locked(path), leases.deletion(path):
             announce()

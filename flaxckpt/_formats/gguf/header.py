@@ -64,13 +64,9 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class ElementType(NamedTuple):
-    """Element type of a tensor.
+    """Element type of a tensor, `Q8_0`; `dtype` is that of its values.
 
-    Attributes:
-        name: The name in ggml, `Q8_0`.
-        dtype: Our name of the type of the values, also of quantized values.
-        block: Elements in a block, along the last axis.
-        block_bytes: Bytes of a block; 0 if unknown.
+    A block has `block` elements along the last axis, in `block_bytes`, 0 if unknown.
     """
 
     name: str
@@ -110,11 +106,7 @@ _UNREAD = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor in a file.
-
-    `shape` is in elements, the slowest axis first, as in numpy; `offset` is from the
-    start of the file.
-    """
+    """A tensor, the slowest axis first, as in numpy; `offset` is in the file."""
 
     shape: Shape
     type: ElementType
@@ -141,8 +133,8 @@ class UnsupportedVersionError(ValueError):
 def parse(file: BinaryIO, *, file_size: int) -> GgufHeader:
     """Parses the header of a file, and compares it with the size of the file in bytes.
 
-    Raises UnsupportedVersionError if the file has another version or byte order;
-    ValueError if the header is malformed, or has tensors beyond the end of the file.
+    Raises UnsupportedVersionError for another version or byte order; ValueError for a
+    malformed header, or tensors beyond the end of the file.
     """
     scan = _Scanner(file, file_size)
     if scan.take(4, "its first bytes") != MAGIC:
@@ -189,10 +181,7 @@ def _check_version(version: int) -> None:
 
 
 class _Scanner:
-    """Reads numbers and texts from a file, within limits.
-
-    `strings_left` strings may still be read, and `shown_left` bytes returned.
-    """
+    """Reads numbers and texts from a file, within limits on strings and bytes."""
 
     def __init__(self, file: BinaryIO, file_size: int) -> None:
         self._file = file

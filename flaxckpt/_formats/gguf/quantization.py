@@ -1,7 +1,6 @@
-"""Reads blocks of quantized values as float32.
+"""Reads the requested blocks of quantized values as float32.
 
-A block of Q8_0 is a scale in float16 and 32 integers of 8 bits, and stands for their
-products. Only the blocks of the requested elements are read.
+A block of Q8_0 is a scale in float16 and 32 integers of 8 bits.
 
 Source: `gguf.quants.Q8_0` of the gguf package 0.19.0, with the same results bit by bit.
 """
@@ -26,8 +25,7 @@ _SCALE_BYTES = 2
 def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array stored as Q8_0, read-only.
 
-    The shape of `blocks` is that of the array, with blocks in place of the elements
-    along the last axis, and then the bytes of a block.
+    `blocks` has blocks in place of the elements along the last axis, then their bytes.
     """
     *outer, count, _ = blocks.shape
     shape = (*outer, count * BLOCK)

@@ -29,8 +29,7 @@ def walk(
 ) -> Iterator[tuple[tuple[_state.tree.Key, ...], Value]]:
     """Yields the leaves and empty containers of a scanned tree, with their keys.
 
-    Maps with keys 0, 1, … become lists, in that order; Flax's old named tuples become
-    maps.
+    Maps with keys 0, 1, … become lists; Flax's old named tuples become maps.
     """
     value = _unwrap_named_tuple(value)
     if isinstance(value, dict) and _is_sequence(value):
@@ -85,11 +84,7 @@ def make_stored(
     stamp: _storage.Stamp,
     shards: Iterable[_storage.Stamp] = (),
 ) -> Stored:
-    """Returns the checkpoint of a scanned tree.
-
-    `rows` are as of `walk`; `stamp` is of the file, from before the scan, and `shards`
-    are of other files with arrays.
-    """
+    """Returns the checkpoint of a scanned tree; the stamps are from before the scan."""
     leaves: dict[LeafPath, StoredLeaf] = {}
     faults: dict[LeafPath, str] = {}
     path_bytes = 0

@@ -17,10 +17,7 @@ from flaxckpt._formats.reader import Stored
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads everything but arrays.
-
-    Raises CheckpointFormatError if some arrays are in the files of other processes.
-    """
+    """Reads all but arrays; CheckpointFormatError if some are in others' files."""
     path = hub_cache.find_snapshot(path) or path
     index = recognise.find_flax_index(path)
     if index is not None:

@@ -1,8 +1,5 @@
 """Writer of Flax's msgpack, with the same bytes as `flax.serialization.to_bytes`.
 
-Pure functions from a structure and leaf infos to the layout of a file, so arrays need
-not be in memory.
-
 Source: `flax/serialization.py`.
 """
 
@@ -37,10 +34,7 @@ class Contents(NamedTuple):
 
 
 def make_layout(name: str, contents: Contents) -> file_layout.FileLayout:
-    """Returns the layout of the file `name` for a state.
-
-    Raises errors for names and values that readers would refuse or misread.
-    """
+    """Returns the layout of a file; raises errors for what readers would misread."""
     _check(contents)
     file = file_layout.FileLayout(name)
     _add(file, contents, contents.structure)

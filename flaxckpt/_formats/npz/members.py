@@ -1,8 +1,7 @@
 """Finds, checks and reads the members of numpy's archives (`.npz`).
 
-The standard library reads the directory of the archive, which is not trusted: names,
-offsets and sizes are compared with the file. This module parses the headers of arrays
-itself, because numpy fails on malformed headers in many ways. Pickles are never opened.
+The directory of the archive is not trusted, and headers of arrays are parsed here, as
+numpy fails on malformed ones in many ways. Pickles are never opened.
 
 Source: the ZIP specification (APPNOTE), and `numpy.lib.format`.
 """
@@ -58,16 +57,7 @@ _PART_BYTES = 2**20
 
 
 class Member(NamedTuple):
-    """A file in an archive.
-
-    Attributes:
-        name: Name of the array, without the suffix.
-        archive: Stamp of the archive when its directory was read.
-        offset: Start of the content in the archive, in bytes.
-        stored_bytes: Size of the content in the archive.
-        nbytes: Size of the content, expanded.
-        crc: CRC-32 of the content.
-    """
+    """A file in an archive: where it is, its sizes in bytes and its CRC-32."""
 
     name: str
     archive: _storage.Stamp
@@ -216,10 +206,9 @@ class _LimitedReads:
 
 
 def read_header(file: IO[bytes], member: Member) -> NpyHeader:
-    """Reads the numpy header of a member.
+    """Reads the numpy header of a member; ValueError if it is no array, or incomplete.
 
-    Raises UnsupportedError for an array of objects, texts, dates or structures;
-    ValueError if the member is not an array, or is incomplete.
+    Raises UnsupportedError for an array of objects, texts, dates or structures.
     """
     head = _read_start(file, member, _AT_FIRST)
     start, size = locate_header(head)

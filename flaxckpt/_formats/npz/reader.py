@@ -1,8 +1,6 @@
 """Reader of numpy's archives of arrays (`.npz`), as written by big_vision and others.
 
-An archive has only names and arrays; names are split at `/`, as big_vision joins them.
-Of an uncompressed array, only the requested rows are read from the archive; a
-compressed array is expanded as a whole.
+Names are split at `/`. Only the requested rows of an uncompressed array are read.
 """
 
 from __future__ import annotations

@@ -51,11 +51,7 @@ def _is_something_else(path: Path, start: bytes) -> bool:
 
 
 def find_main_file(directory: Path) -> Path | None:
-    """Returns the only index or safetensors file in a directory, or None.
-
-    Without an index, the first of an incomplete set of shards, which `read` refuses.
-    None in a run directory, which has steps beside the file.
-    """
+    """Returns the only index or file, or the first of incomplete shards, or None."""
     names = shards.list_candidates(directory, SUFFIX)
     if not names or (len(names) > 1 and not shards.is_incomplete(names)):
         return None

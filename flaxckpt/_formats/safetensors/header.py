@@ -1,7 +1,5 @@
 """Headers and indices of safetensors files, in JSON.
 
-Pure functions that convert text to tensors and back; `reader` opens the files.
-
 Source: the format section of the safetensors README, and its `tensor.rs`.
 """
 
@@ -110,8 +108,8 @@ class NotReadError(ValueError):
 def parse_header(text: bytes, *, file_size: int) -> SafetensorsHeader:
     """Parses the header of a file, without its length, and compares the file's size.
 
-    Raises NotReadError if some tensors have known but unsupported types; ValueError if
-    the header is malformed, or its tensors do not fill the rest of the file exactly.
+    Raises NotReadError for known but unsupported types; ValueError if it is malformed,
+    or its tensors do not fill the rest of the file exactly.
     """
     check_count(text.count(b'"data_offsets"'))  # before parsing takes memory
     if _LONG_SHAPE.search(text):
@@ -267,10 +265,7 @@ def dtype_name(info: LeafInfo) -> str | None:
 def make_header(
     tensors: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the beginning of a file: the length of the header, and the header.
-
-    `tensors` are in the order of the file.
-    """
+    """Returns the length of the header, and the header, of tensors in file order."""
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, info in tensors:

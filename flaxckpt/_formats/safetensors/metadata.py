@@ -1,7 +1,6 @@
 """Converts the tensors and the metadata of a safetensors file to leaves, and back.
 
-Files of other programs have only tensor names. Our files also have text with exact
-types, containers and strings. Pure functions.
+Our files also have text with exact types, containers and strings.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ _VERSION = 1
 
 
 class Described(NamedTuple):
-    """The leaves and the metadata of a checkpoint; `infos` are in the state's order.
-
-    Attributes:
-        names: Leaf path -> tensor name.
-        strings: Leaf path -> value of the string leaves.
-        is_native: True for a checkpoint that flaxckpt wrote.
-    """
+    """The leaves and metadata of a checkpoint; `names` are those of tensors."""
 
     infos: tuple[LeafInfo, ...]
     names: Mapping[LeafPath, str]
@@ -79,10 +72,9 @@ def describe_native(
     resolve: _state.treedef.Resolve,
     unknown: set[str],
 ) -> Described:
-    """Returns the leaves of a checkpoint written by flaxckpt.
+    """Returns the leaves of a checkpoint of flaxckpt, by its untrusted `text`.
 
-    `text` is that of `native_metadata`, not trusted; `unknown` gets the names of
-    classes unknown to `resolve`. Raises LaterVersionError or another ValueError.
+    `unknown` gets the names of classes. Raises LaterVersionError or another ValueError.
     """
     try:
         data = header.parse_object(text.encode(errors="surrogatepass"))

@@ -168,10 +168,7 @@ def _header_text(path: Path) -> tuple[bytes, int]:
 def _read_shards(
     index_file: Path, tensors: dict[str, SafetensorsTensor], files: dict[str, Stamp]
 ) -> Mapping[str, JSON]:
-    """Reads an index and its shards' headers into `tensors` and `files`, by tensor.
-
-    Returns the metadata of the index.
-    """
+    """Reads an index and its shards' headers; returns the metadata of the index."""
     index = shards.read_index(index_file)
     stamps = shards.list_files(index_file, index)
     found: dict[tuple[str, str], SafetensorsTensor] = {}

@@ -1,7 +1,4 @@
-"""Writer of safetensors: the layouts of the files of a checkpoint.
-
-Pure functions from leaf infos to file layouts; equal infos give equal bytes.
-"""
+"""Layouts of safetensors files: pure; equal infos give equal bytes."""
 
 from __future__ import annotations
 
@@ -34,9 +31,8 @@ def make_layouts(
 ) -> list[file_layout.FileLayout]:
     """Returns the layouts of the files of a checkpoint; several files have an index.
 
-    A file has at most `max_shard_bytes` of arrays, unless it has a single one; None
-    means a single file. Without `metadata`, the files are as torch's programs write
-    them. `name` is the beginning of the files' names.
+    A file has at most `max_shard_bytes` of arrays, unless it has a single one. Without
+    `metadata`, the files are as torch's programs write them.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
@@ -155,11 +151,7 @@ def _make_layout(
 
 
 def _place(info: LeafInfo) -> tuple[bool, int]:
-    """Returns the place of an array among those of a file.
-
-    First come sizes that keep the next array aligned, so that it can be mapped; then
-    large elements, so that each offset is a multiple of the item size.
-    """
+    """Returns the order of an array: aligned sizes first, then large elements."""
     is_uneven = info.stored_bytes % header.ALIGNMENT != 0
     return is_uneven, -_state.dtypes.item_bits(info.dtype or "")
 
