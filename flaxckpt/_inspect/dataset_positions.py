@@ -36,11 +36,10 @@ _MOST_VISITED = 10_000
 
 
 def read(path: Path, step: int | None) -> Position | None:
-    """Returns the stored dataset position of the step at `path`, or None.
+    """Returns the dataset position of a step, or None without one.
 
-    Raises:
-        DamagedCheckpointError: The state is damaged.
-        OSError: The state cannot be read for now.
+    Raises DamagedCheckpointError if it is damaged; OSError if it cannot be read for
+    now.
     """
     item = _formats.items.find_dataset(path)
     files = [] if item is None else [file for file in item.iterdir() if file.is_file()]

@@ -26,13 +26,7 @@ class RunVerdict(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A restart of a run at `step`.
-
-    Attributes:
-        stopped: The last step that was saved before, or None.
-        step: The step that training went on from.
-        time: When it was restored, in seconds since 1970.
-    """
+    """A restart of a run at `step`, after the last save; times are since 1970."""
 
     stopped: int | None
     step: int
@@ -315,10 +309,7 @@ def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> Jump | None:
 
 
 def choose_leaf_step(report: Report, leaf: str) -> int | None:
-    """Returns the newest step at which a leaf was finite, else the newest step.
-
-    Without statistics, it is the last finite step of a run that diverged.
-    """
+    """Returns the newest step at which a leaf was finite, else the newest step."""
     known = report.leaf_histories
     lost = {n for each in known if each.path == leaf for n in each.nonfinite_steps}
     steps = report.usable if known else _find_finite(report) or report.usable

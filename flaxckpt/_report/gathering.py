@@ -52,17 +52,7 @@ _UNREADABLE = (errors.CheckpointError, OSError)
 
 
 class ReportOptions(NamedTuple):
-    """The options of a report.
-
-    Attributes:
-        keep: The policies of the run; by default those that it has recorded.
-        step_a: The first step to compare; None for the step before `step_b`.
-        step_b: The second step to compare; None for the newest.
-        diff: True to compare values; None to compare unless large.
-        verify: True to read every byte of all steps.
-        step_format: The format of step names; None to detect it.
-        known: The integrity of steps in an earlier report, which is not checked again.
-    """
+    """The options of a report; see `flaxckpt.report`."""
 
     keep: Sequence[PreservationPolicy] | None = None
     step_a: int | None = None
@@ -280,11 +270,7 @@ def _compare_steps(
 
 
 def _choose_steps(report: Report, options: ReportOptions) -> tuple[int, int] | None:
-    """Returns the two steps to compare, or None.
-
-    Raises:
-        OptionError: Both are the same step.
-    """
+    """Returns the two steps to compare, or None; OptionError if they are the same."""
     given = options.step_a, options.step_b
     if not report.is_run and given != (None, None):
         raise errors.OptionError(

@@ -1,8 +1,4 @@
-"""Divides a state into its parts: the largest, and those that repeat the parameters.
-
-Moments of the optimizer repeat the tree of the parameters. A report shows that tree
-once, and names the containers that repeat it.
-"""
+"""Divides a state into its largest parts, and those that repeat the parameters."""
 
 from __future__ import annotations
 

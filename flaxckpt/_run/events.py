@@ -51,7 +51,11 @@ class Stream:
         path: Path | str | None = None,
         **details: Any,
     ) -> None:
-        """Records an event, on any thread; never raises. Other details become text."""
+        """Records an event, on any thread; never raises.
+
+        The path is by default the run directory's. Details that are no JSON become
+        text.
+        """
         self._add(kind, step, path, details, in_journal_only=False)
 
     def record(self, kind: Kind, **details: Any) -> bool:
@@ -84,7 +88,10 @@ class Stream:
         return True
 
     def subscribe(self, sink: Sink) -> bool:
-        """Adds a sink; returns True unless already added, OptionError if it is none."""
+        """Adds a sink for later events; returns True unless it was added before.
+
+        Raises OptionError if it is no sink.
+        """
         receiver = _Receiver(sink)
         is_new = not any(_is_same(sink, known.sink) for known in self._sinks)
         if is_new:

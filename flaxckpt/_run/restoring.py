@@ -109,7 +109,10 @@ class Restores:
         abstract_state: PyTree,
         options: RestoreOptions,
     ) -> tuple[PyTree, tuple[Lineage, ...], int]:
-        """Returns another checkpoint's state, lineage and step; see `load_source`."""
+        """Returns the state of another checkpoint, its lineage, and its step.
+
+        With `optimizer="reinit"`, step counters beside optimizers keep their values.
+        """
         options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()
         counter = _util.progress.Counter(f"loading {path.name}")

@@ -172,7 +172,10 @@ class RunSteps:
         }
 
     def path(self, step: int) -> Path:
-        """Returns the path of a step, good or damaged, or CheckpointNotFoundError."""
+        """Returns the path of a step, good or damaged.
+
+        Raises CheckpointNotFoundError if the step does not exist.
+        """
         step = _steps.names.check(step)
         paths = self.paths()
         if step not in paths:
@@ -298,7 +301,7 @@ class RunSteps:
         self.change(step, edit.unpin, _steps.markers.PIN)
 
     def make_permanent(self, step: int) -> None:
-        """Lets only policies delete a step; raises SaveFailedError if it cannot."""
+        """Lets only policies delete a step; raises SaveFailedError if it fails."""
         self.change(step, edit.make_permanent, _steps.markers.TEMPORARY)
 
     def delete_unkept(
@@ -345,7 +348,10 @@ class RunSteps:
         return judge.with_damage(self.explain(rules), self.damage_reasons())
 
     def prune(self) -> tuple[int, ...]:
-        """Deletes and returns unkept steps; fails if the newest is damaged."""
+        """Deletes the steps that no policy keeps; returns the deleted steps.
+
+        Raises SaveFailedError if the newest step is damaged.
+        """
         return self.delete_unkept() if _util.job.is_first() else ()
 
     def delete(self, step: int) -> None:

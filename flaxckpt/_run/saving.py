@@ -142,7 +142,10 @@ class Saves:
         counter: _util.progress.Counter,
         operation: _distributed.operation.Operation | None,
     ) -> SaveRequest:
-        """Completes a request by the existing steps, or CheckpointExistsError."""
+        """Returns the request with the fields that depend on the steps that exist.
+
+        Raises CheckpointExistsError if the step exists and may not be replaced.
+        """
         step, path = request.number, request.path
         is_damaged = _steps.markers.is_damaged(path)
         if is_damaged and (operation is None or operation.is_first or request.is_part):

@@ -51,7 +51,10 @@ class UnknownPolicy(PreservationPolicy):
 
 
 class RunSettings(NamedTuple):
-    """Settings that a run has recorded; `UnknownPolicy` if only it can evaluate one."""
+    """Recorded settings of a run.
+
+    Policies that only the program can evaluate are `UnknownPolicy` objects.
+    """
 
     rules: judge.Rules
     step_format: str

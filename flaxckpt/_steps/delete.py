@@ -21,15 +21,12 @@ def delete(
     even_pinned: bool = False,
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
-    """Deletes a step: first the name, durably, then the files.
+    """Deletes a step: first the name, durably, then the files, or a later sweep does.
 
-    Files that cannot be removed are left to a later sweep. `even_pinned` deletes a
-    pinned step, too, or one that is not uploaded.
-
-    Raises SaveFailedError if the step is being read, a marker keeps it, `find_foreign`
-    returns files in it that would be lost, or `is_unchanged` returns False: another
-    process has replaced it. Raises OSError if it still has its name, or may regain it
-    in a crash.
+    `even_pinned` deletes a pinned step, too, or one that is not uploaded. Raises
+    SaveFailedError if it is being read or kept by a marker, has foreign files, or
+    `is_unchanged` returns False: another process has replaced it. Raises OSError if it
+    still has its name, or may regain it in a crash.
     """
 
     def check_step(now: Path) -> None:
@@ -58,12 +55,7 @@ def delete_item(
     find_foreign: Callable[[Path], Sequence[str]],
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
-    """Deletes an item of a step; first marks the deletion, durably.
-
-    Raises SaveFailedError if the step is being read, `find_foreign` returns files in
-    the item that would be lost, or `is_unchanged` returns False: another process has
-    replaced the step.
-    """
+    """Deletes an item of a step; first marks the deletion, durably; see `delete`."""
 
     def announce() -> None:
         if not is_unchanged(path):
@@ -96,10 +88,7 @@ def sweep(root: Path, step_format: names.StepFormat) -> None:
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
-    """Removes all leftovers of crashes in a run directory; logs a failure.
-
-    `items` are directories with replaced files, in the run directory and in each step.
-    """
+    """Removes leftovers of crashes, in a run and in replaced items; logs a failure."""
     try:
         sweep(root, step_format)
         # Replacing a file leaves temporary files only in storage with renames.

@@ -1,7 +1,6 @@
-"""Index of the steps under a directory, of any program.
+"""Index of the steps under a directory, by the run's or a usual format of names.
 
-Step names follow the format of the run, or a usual format. Any other name with a
-number at its end, such as `model1`, is a step only if its format is given.
+Any other name with a number at its end, such as `model1`, is no step.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _ARRAYS = ("manifest.ocdbt", "d", "array_metadatas", "_sharding")
 
 
 class Entry(Generic[_T]):
-    """A directory or file with the name of a step, recognised on demand.
-
-    `recognise` returns the checkpoint at a path, or None; `files` are the names
-    directly in the directory, listed by default.
-    """
+    """A directory or file with the name of a step, recognised on demand."""
 
     def __init__(
         self,
@@ -96,9 +91,8 @@ class Entry(Generic[_T]):
 class StepIndex(Generic[_T]):
     """Index of the steps under a directory; recognises each step once, on demand.
 
-    `number` returns the step of a name. By default step names follow the journal of the
-    run, or a usual format: `3`, `step_3`, `checkpoint_3`. Raises CheckpointFormatError
-    if two checkpoints are the same step.
+    `number` returns the step of a name, by default by the journal or a usual format,
+    `3`, `step_3`. Raises CheckpointFormatError if two checkpoints are the same step.
     """
 
     def __init__(
@@ -130,8 +124,7 @@ class StepIndex(Generic[_T]):
     def find_doubtful(self, step: int) -> Entry[_T] | None:
         """Returns the entry of a possibly damaged step; None if `find` succeeds.
 
-        None also if there is no such entry. The entry has the name of a step, and is
-        inaccessible, or is named like other steps, or has files that only steps have.
+        It is inaccessible, or is named like other steps, or has files of steps.
         """
         if self.find(step) is not None:
             return None
@@ -191,11 +184,7 @@ def list_steps(root: Path, step_format: names.StepFormat) -> dict[int, Path]:
 def find_links(
     root: Path, number: names.Number | None, after: int | None = None
 ) -> dict[int, Path]:
-    """Returns the symbolic links with names of steps, which are no steps, ascending.
-
-    `number` returns the step of a name; by default of a usual name. Only greater steps
-    than `after`; None for all.
-    """
+    """Returns the symbolic links with names of later steps, which are no steps."""
     oldest = -1 if after is None else after
     found = {
         step: path
@@ -223,16 +212,10 @@ def find_left_out(
     after: int | None = None,
     only_usual: bool = False,
 ) -> dict[int, Path]:
-    """Returns the checkpoints that are no steps of a format, ascending.
+    """Returns the checkpoints with names of other formats, and links, ascending.
 
-    They have names of other formats, or are symbolic links.
-
-    Args:
-        root: The run directory.
-        step_format: The format of the run.
-        recognise: Returns the checkpoint at a path; None if there is none.
-        after: Only greater numbers; None for all.
-        only_usual: True to leave out names that are neither usual nor in the journal.
+    Only numbers `after` one; if `only_usual`, only usual names, or those in the
+    journal.
     """
     oldest = -1 if after is None else after
     found = find_links(root, step_format.step, after)

@@ -41,10 +41,7 @@ _WORTH_WRITING = frozenset(
 
 
 class EventJournal:
-    """Writes the journal of a single process; the first event creates it.
-
-    Its mode follows from `mode`, that of directories; None for the umask's.
-    """
+    """Writes the journal of a single process; the first event creates it."""
 
     def __init__(self, path: Path, mode: int | None = None) -> None:
         self._path = path
@@ -100,12 +97,7 @@ def _line(event: Event) -> bytes:
 
 
 def append_new_lines(journal: Path, other: Path, mode: int | None = None) -> None:
-    """Appends the new lines of a journal to another journal.
-
-    New lines come after the last line that both journals have. The mode of the other
-    journal follows from `mode`, that of directories. Raises OSError if a journal cannot
-    be read, or the other journal not written.
-    """
+    """Appends lines after the last that both journals have; raises OSError."""
     lines = _last_lines(journal)
     numbers = {line: number for number, line in enumerate(lines, 1)}
     common = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)
@@ -124,11 +116,7 @@ def recent(journal: Path) -> list[Event]:
 
 
 def describe_deletion(root: Path, step: int) -> str:
-    """Returns text for errors about a missing step: that it was deleted.
-
-    The text begins with a semicolon; it is empty if the last events of the journal do
-    not have the deletion.
-    """
+    """Returns text that a missing step was deleted, `; …`; empty if not recorded."""
     kinds = [event.kind for event in recent(root / NAME) if event.step == step]
     if not kinds or kinds[-1] != "deleted":
         return ""

@@ -67,8 +67,6 @@ class Status(NamedTuple):
     """Status of a step by the names of the files beside the arrays.
 
     Attributes:
-        pinned: All policies keep the step.
-        temporary: The step is deleted as soon as there is a newer step.
         items: The names of the entries in the step, which include the items.
         deleted_items: The items that were, or will be, deleted on purpose.
         readers: The readers of the step, as `host:pid`.
@@ -138,10 +136,9 @@ _NAMES = frozenset(
 
 
 def for_new_step(final: Path, *, temporary: bool) -> dict[str, bytes]:
-    """Returns the markers of a new step for the name `final`: file name -> content.
+    """Returns the markers of a new step: file name -> content.
 
-    A pin belongs to the name: the replacement of a pinned step is pinned. In an object
-    store, the pin is kept where it is.
+    A pin belongs to the name, `final`: in an object store, it is kept where it is.
     """
     markers = {TEMPORARY: _CONTENT} if temporary else {}
     return markers | (pin_of(final) if _storage.of(final).can_rename else {})
@@ -220,10 +217,10 @@ def is_damaged(path: Path) -> bool:
 def mark_damaged(
     path: Path, reason: str, leaves: Collection[LeafPath] | None = None
 ) -> None:
-    """Marks the step at `path` as damaged, durably: lists leave out the step.
+    """Marks a step as damaged, durably: lists leave it out.
 
-    The time of an earlier mark stays. `leaves` are all that cannot be read, if known;
-    many are not recorded.
+    The time of an earlier mark stays; `leaves` that cannot be read are recorded, if
+    few.
     """
     row: dict[str, JSON] = {
         "reason": reason[:_MAX_REASON],
@@ -270,12 +267,11 @@ def damaged_leaves(path: Path) -> frozenset[LeafPath] | None:
 
 
 class UploadMarker(NamedTuple):
-    """Content of the marker of a step still to be uploaded.
+    """Content of the marker of a step still to be uploaded, new with each change.
 
     Attributes:
         overwrite: Whether to replace an entry of the same name in the run directory.
         removed: Markers removed from the step, but perhaps not in the run directory.
-        change: A random text, new with each change of the step.
         settled: Whether the step had been uploaded, or left in staging, before its
             latest change. A different step of its number in the run directory is newer.
         changes: Number of changes of the step since its save. Processes that have made
@@ -346,13 +342,9 @@ def count_changes(path: Path) -> int:
 
 
 class StepParts(NamedTuple):
-    """The files of a step that the processes of a job have written.
+    """The files of arrays that each process has written, with their sizes in bytes.
 
-    Attributes:
-        own: The process that has saved its part in this directory; None if other
-            processes have saved all parts of it.
-        files: Process -> its files of arrays, with their sizes in bytes. The other
-            files of the step are in each directory.
+    `own` is the process of this directory; None if others have saved all parts.
     """
 
     own: int | None

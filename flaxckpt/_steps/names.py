@@ -75,14 +75,7 @@ class StepFormat:
 
 
 def check(step: Any) -> int:
-    """Returns `step` as a plain int.
-
-    Args:
-        step: An int, a numpy integer, or an integer array without axes.
-
-    Raises:
-        OptionError: `step` is not a whole number, is negative, or is too large.
-    """
+    """Returns `step` as an int, or raises OptionError if it is no valid number."""
     try:
         number = operator.index(step)
     except Exception:  # arrays of other libraries may raise anything
@@ -118,10 +111,7 @@ def prefix(name: str) -> str:
 
 
 def list_formats(name: str) -> list[StepFormat]:
-    """Returns the formats of step names with a name: unpadded first, then padded.
-
-    Empty without a number at the end, and for a prefix that no format can have.
-    """
+    """Returns the formats that have a name: unpadded first, then padded."""
     start = prefix(name)
     is_refused = is_temporary(name) or any(char in start for char in _NOT_IN_NAMES)
     if number(name) is None or is_refused:

@@ -118,10 +118,7 @@ def break_paths(text: str, width: int) -> str:
 
 
 def to_paragraph(titles: Sequence[str], cells: Sequence[str], width: int) -> list[str]:
-    """Returns the lines of a row, for a table that is too wide for any columns.
-
-    The first cell, then an indented line for each other with its title.
-    """
+    """Returns the lines of a row: the first cell, then each other with its title."""
     lines = break_paths(cells[0], width).split("\n")
     for title, cell in zip(titles[1:], cells[1:], strict=True):
         if cell:

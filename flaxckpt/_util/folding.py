@@ -15,12 +15,9 @@ _Numbers: TypeAlias = tuple[frozenset[str], ...]
 
 
 class LeafLine(NamedTuple):
-    """A row of a table of leaves.
+    """A row of a table of leaves; folded rows have equal `cells`.
 
-    Attributes:
-        cells: Texts that are equal in folded rows.
-        source: A text with the same numbers as the name, such as another leaf path.
-        leaves: The number of leaves.
+    `source` is a text with the same numbers as the name, such as another leaf path.
     """
 
     name: str
@@ -30,11 +27,7 @@ class LeafLine(NamedTuple):
 
 
 class _Pattern(NamedTuple):
-    """A row without its numbers; folded rows have equal patterns.
-
-    `name` has the parts of the name between its numbers. An int in `source` is the
-    position of the same number in the name.
-    """
+    """A row without its numbers; an int in `source` is the place of one in the name."""
 
     name: tuple[str, ...]
     source: tuple[str | int, ...]
@@ -42,10 +35,9 @@ class _Pattern(NamedTuple):
 
 
 def order_numbers(names: Sequence[str]) -> list[str]:
-    """Returns the names with their numbers in order, if they were sorted as text.
+    """Returns the names, ordered by number if they were sorted as text.
 
-    Keys of dicts are sorted as text, `layers_10` before `layers_2`; any other order is
-    the order of the state.
+    Keys of dicts are sorted as text; any other order is the order of the state.
     """
     if any(before > after for before, after in itertools.pairwise(names)):
         return list(names)
@@ -62,8 +54,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 def fold(rows: Iterable[LeafLine]) -> list[LeafLine]:
     """Returns the rows, with one row for those that differ only in numbers.
 
-    The numbers of a folded name are all combinations of the numbers in braces. A folded
-    row has the place of the first of its rows.
+    It has the place of the first, and all combinations of the numbers in braces.
     """
     groups: dict[_Pattern, dict[_Numbers, int]] = {}
     for place, row in enumerate(rows):
@@ -91,10 +82,7 @@ def _split(row: LeafLine) -> tuple[_Pattern, _Numbers]:
 
 
 def _merge(places: Mapping[_Numbers, int], positions: int) -> dict[_Numbers, int]:
-    """Unites numbers at one position where all others are equal, position by position.
-
-    `places` is the numbers of a row -> its place.
-    """
+    """Unites the numbers at one position where all others are equal, in turn."""
     merged = dict(places)
     for position in reversed(range(positions)):
         united: dict[tuple[_Numbers, _Numbers], tuple[frozenset[str], int]] = {}

@@ -1,8 +1,6 @@
 """Objects that each process creates for itself, even after a fork.
 
-If another thread holds a lock during a fork, the lock stays locked in the child, which
-does not have the thread that would release it. A forked process therefore creates its
-own locks and its own queues of work.
+A lock that another thread holds during a fork stays locked in the child.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object that `make` creates separately in each process, also after a fork.
-
-    A thread that forks while holding a lock releases the lock of its own process.
-    """
+    """An object that `make` creates separately in each process, also after a fork."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -32,11 +27,10 @@ class PerProcess(Generic[T]):
 
 
 class lazy(Generic[T]):  # noqa: N801
-    """A property computed on first access.
+    """A property computed on first access, perhaps twice by two threads.
 
-    Unlike `functools.cached_property` of Python 3.11, it holds no lock during the
-    computation, which a forked process would wait for; two threads may compute the
-    same value.
+    It holds no lock, as `functools.cached_property` of Python 3.11 does: a forked
+    process would wait for it.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -1,8 +1,7 @@
 """Pauses Python's garbage collector while a state is planned.
 
-Planning creates about ten objects per leaf and keeps them all. Their number would
-start the collector again and again, and each run would visit every object of the
-process without finding garbage.
+Planning creates about ten objects per leaf, and keeps them all: the collector would run
+again and again, and find nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _pauses: list[None] = []
 
 @contextlib.contextmanager
 def pause() -> Iterator[None]:
-    """Pauses the garbage collector of the process until the block ends.
-
-    For short blocks that only compute: the garbage of other threads waits meanwhile.
-    Does nothing if the collector is already disabled.
-    """
+    """Pauses the garbage collector of the process, in blocks that are short."""
     if not gc.isenabled():
         yield
         return

@@ -1,7 +1,6 @@
 """Names that newcomers guess, from other libraries, with what to write instead.
 
-`explain` makes Python's errors about unknown attributes and arguments of a class or
-function give the answers of a table, which is read after an error only.
+The table is in `guessed_names.toml`, which is read after an error only.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ CALL = "()"
 
 @functools.cache
 def read_answers() -> Mapping[str, Mapping[str, str]]:
-    """Returns class, function or module -> guessed name -> what to write.
-
-    The table is in `guessed_names.toml`, which says how to read it.
-    """
+    """Returns class, function or module -> guessed name -> what to write."""
     import importlib.resources
     import tomllib  # only after an error, like the table
 
@@ -67,8 +63,7 @@ _CALLED = {"__init__": "", "__call__": "on_step"}
 def explain(target: T) -> T:
     """Makes errors about unknown or misplaced arguments and names say what to write.
 
-    A decorator. Of a class, it changes the constructor, the public methods, and the
-    errors about unknown attributes.
+    Of a class, it changes the constructor, the methods, and errors about attributes.
     """
     if not isinstance(target, type):
         name = target.__qualname__
@@ -135,10 +130,7 @@ def unknown_name(module: str, name: str, inner: str | None = None) -> AttributeE
 
 
 def _answered(place: str, name: str) -> errors.UnknownNameError | None:
-    """Returns the error for a guessed name; None if the table has no answer.
-
-    The error's `name` is not set: Python would append its own guess to the message.
-    """
+    """Returns an error, without the `name` that makes Python guess; None if unknown."""
     answer = _answers_of(place).get(name)
     if answer is None:
         return None
@@ -242,9 +234,8 @@ def _advise_on_call(
 def fill_in(answer: str, given: Sequence[object]) -> str:
     """Returns an answer, `write BestN(1, "loss", "min")`, with values of a call.
 
-    A value takes the place of the first one of its type, whatever the order of the
-    call; `"min"` and `"max"` take the place of each other only. An answer that is no
-    call of numbers and texts stays as it is.
+    A value takes the place of the first one of its type; `"min"` and `"max"` take the
+    place of each other only.
     """
     try:
         call = ast.parse(answer.removeprefix("write "), mode="eval").body

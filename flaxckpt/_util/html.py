@@ -24,8 +24,7 @@ NOTHING = Markup("")
 def element(name: str, *children: object, **attributes: object) -> Markup:
     """Returns an element with children: markup, or values to escape.
 
-    Of names of attributes, a trailing `_` is dropped, and any other `_` becomes `-`.
-    None omits the attribute.
+    In names of attributes, `_` becomes `-`, but not at the end; None omits one.
     """
     markup = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'

@@ -64,9 +64,8 @@ _FEWEST_DIGITS, _MOST_DIGITS = 4, 12
 def same_decimals(values: Sequence[float | None]) -> list[str]:
     """Formats the numbers of a column with the fewest digits that tell them apart.
 
-    Numbers of similar size get equally many decimals, other numbers an exponent. At
-    least four significant digits are given, if the numbers have so many, and at most
-    twelve. None becomes an empty text.
+    Numbers of similar size get equally many decimals, others an exponent; all get 4 to
+    12 significant digits, if they have so many. None becomes an empty text.
     """
     finite = {v for v in values if v is not None and math.isfinite(v)}
     largest = max(map(abs, finite), default=0.0)

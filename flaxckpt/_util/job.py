@@ -1,7 +1,4 @@
-"""Whether this process is one of several, asked without importing jax or a backend.
-
-A program that has not imported jax cannot have joined a job.
-"""
+"""Whether this process is one of several, asked without importing jax or a backend."""
 
 from __future__ import annotations
 

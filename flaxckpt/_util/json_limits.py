@@ -111,10 +111,7 @@ def advise_on_generator(value: Any) -> str:
 
 
 def check_text(value: str, at: str) -> str:
-    """Returns a string as a plain `str`, and an Enum as its value.
-
-    Raises ValueError, which names the item, if JSON would return another string.
-    """
+    """Returns a string, or an Enum's; ValueError if JSON would return another."""
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
         raise ValueError(f"{at} has a text with a surrogate pair")
@@ -138,10 +135,7 @@ def loads(content: bytes) -> Any:
 
 
 def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object for `json.loads`; raises ValueError if a key occurs twice.
-
-    JSON parsers disagree on which value counts.
-    """
+    """Builds an object for `json.loads`; raises ValueError if a key occurs twice."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("it has the same key twice")

@@ -20,8 +20,7 @@ _CHECK_SECS = 1.0
 class Pace:
     """Runs work at low priority until someone waits for it; thread-safe.
 
-    Threads of low priority leave busy cores to the training, and lose nothing on idle
-    cores. Where threads have no priority of their own, all have the same.
+    Where threads have no priority of their own, all have the same.
     """
 
     def __init__(self) -> None:
@@ -42,10 +41,9 @@ class Pace:
     def start(self, work: Callable[[], None], threads: int) -> list[threading.Thread]:
         """Calls `work` on new threads of low priority, unless lifted, and returns them.
 
-        `work` does a share of the work, and raises no errors. The system may have fewer
-        threads. Returns when all calls have ended, or earlier if someone waits: by
-        `lift`, or at the end of the program. A thread cannot raise its priority again,
-        so the caller then shares the work with them.
+        `work` does a share of the work, and raises no errors. Returns when all calls
+        have ended, or earlier if someone waits: a thread cannot raise its priority
+        again, so the caller then shares the work with them.
         """
         running: set[threading.Thread] = set()
 

@@ -22,11 +22,7 @@ def process_count() -> int:
 
 
 def own_address(network: str | None = None) -> str:
-    """Returns this machine's address in the network of the job, or in `network`.
-
-    `network` is such as `10.1.0.0/16`. Raises OSError if this machine has no address
-    there.
-    """
+    """Returns this machine's address in `network`, `10.1.0.0/16`, or raises OSError."""
     if network is not None:
         wanted = ipaddress.ip_network(network)
         address = _address_towards(str(wanted[min(1, wanted.num_addresses - 1)]))
@@ -56,11 +52,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def gather_flags(flags: Sequence[bool]) -> list[list[bool]]:
-    """Returns the flags of every process, in order of processes.
-
-    A collective of the devices: all processes must call it at the same point of the
-    program.
-    """
+    """Returns the flags of every process; all call it at the same point."""
     if process_count() == 1:
         return [list(flags)]
     gathered = multihost_utils.process_allgather(np.array(flags, np.uint8))
@@ -94,10 +86,9 @@ def broadcast_bytes(content: bytes) -> bytes:
 
 
 class Service:
-    """Short texts by key, shared by all processes of the job.
+    """Short texts by key, shared by all processes through jax's coordination service.
 
-    The texts go through jax's coordination service and not through devices: any thread
-    may use it while the devices train. ConnectionError means the service has ended.
+    Any thread may use it while the devices train. ConnectionError means it has ended.
     """
 
     def __init__(self, client: Any) -> None:
@@ -108,10 +99,7 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Returns the text of a key; raises TimeoutError if none was set in time.
-
-        With a timeout of 0, it asks once, however long the answer takes.
-        """
+        """Returns the text of a key; raises TimeoutError if none was set in time."""
         with _jax_errors_as_oserror():
             if not timeout_secs:
                 return str(self._client.key_value_try_get(key))

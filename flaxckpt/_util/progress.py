@@ -1,7 +1,6 @@
-"""Progress of long operations, in bytes or steps, with a progress bar.
+"""Progress of long operations, in bytes or steps, with a bar after some seconds.
 
-The bar appears only on a terminal, after some seconds, and is removed at the end. A
-separate thread draws it: the operation itself only counts.
+A separate thread draws it, on a terminal: the operation itself only counts.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ _showing = forks.PerProcess(threading.Lock)
 
 
 class Counter:
-    """Counts the bytes or steps of an operation; thread-safe.
-
-    `what` is the operation, for people: `saving step 3`. The expected `total` is 0
-    while unknown.
-    """
+    """Counts the bytes or steps of an operation, for people; thread-safe."""
 
     def __init__(self, what: str, *, of_bytes: bool = True, total: int = 0) -> None:
         self.what = what

@@ -34,10 +34,7 @@ def write(
     args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Returns the call that was probably meant, `save(1, state)`.
-
-    `args` and `options` are those of the wrong call; for a method, without `self`.
-    """
+    """Returns the call that was probably meant, `save(1, state)`; without `self`."""
     parameters = _parameters(function)
     places, _ = _assign(parameters, args, options)
     return _format(name, parameters, places)
@@ -49,11 +46,7 @@ def write_swapped(
     args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> str | None:
-    """Returns the call with positional arguments in other places, or None.
-
-    None if none is misplaced, a value has no place, or a required one is missing. See
-    `write`.
-    """
+    """Returns the call with positional arguments in other places; None if unclear."""
     parameters = _parameters(function)
     places, has_all = _assign(parameters, args, options)
     given = dict(zip(parameters, args, strict=False)) | dict(options)
@@ -89,11 +82,7 @@ def _assign(
     args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], bool]:
-    """Returns the value for each parameter, and whether every value has a place.
-
-    Keywords stay. The others go to the first parameter of their kind, a required one if
-    possible.
-    """
+    """Returns the value for each parameter, and whether every value has a place."""
     places = {name: value for name, value in options.items() if name in parameters}
     left = [*args]
     for name in sorted(parameters, key=lambda name: _is_optional(parameters[name])):

@@ -27,11 +27,7 @@ _BACKGROUND = "is_background_of_flaxckpt"
 
 
 def background(work: Callable[[], object], name: str) -> threading.Thread:
-    """Returns a new thread that saves or uploads, and must not wait for a save.
-
-    Python waits for it at the exit. It may call functions of the user, such as
-    policies, which ask about the steps.
-    """
+    """Returns a new thread that saves or uploads; Python waits for it at the exit."""
     thread = threading.Thread(target=work, name=name, daemon=False)
     setattr(thread, _BACKGROUND, True)
     return thread
@@ -51,9 +47,8 @@ def each(
 ) -> None:
     """Calls `function` once for every item, on up to `threads` threads.
 
-    If a pace is given, the threads have low priority until it is lifted; then as many
-    others help. Raises the first exception of a call, once all running calls have
-    ended; items not yet started are skipped.
+    Those of a `pace` have low priority until it is lifted. Raises the first exception,
+    once all running calls have ended; items not yet started are skipped.
     """
     waiting = collections.deque(items)
     raised: list[BaseException] = []
@@ -83,8 +78,7 @@ def each(
 def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
 
-    Yields a check that the block may call, which raises if `function` has failed. The
-    exception of the block comes before that of `function`.
+    Yields a check that raises if `function` has failed. The block's exception is first.
     """
     raised: list[BaseException] = []
 
@@ -122,9 +116,8 @@ def _start(work: Callable[[], None]) -> threading.Thread | None:
 class Latch:
     """A flag that is set once, and waited for; for waits that a signal may interrupt.
 
-    An exception of a signal handler, as Ctrl-C raises, may come between any two steps
-    of Python code. In `threading.Event` it can leave a lock held for ever, on which the
-    thread that sets the event would hang. Here, `set` takes no lock.
+    An exception of a signal handler can leave a lock of `threading.Event` held for
+    ever. Here, `set` takes no lock.
     """
 
     def __init__(self) -> None:
@@ -153,10 +146,9 @@ class Latch:
 def wait_for(
     latch: Latch, thread: threading.Thread, timeout_secs: float | None = None
 ) -> bool:
-    """Waits until a thread sets a latch, or the time is over.
+    """Waits until a thread sets a latch; False if the time or the thread is over.
 
-    Returns False if the thread has ended without setting the latch: Python ends it so
-    if there is no memory to begin its work.
+    Python ends a thread so if there is no memory to begin its work.
     """
     until = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
     while not latch.wait(max(0.0, min(_LOOK_SECS, until - time.monotonic()))):
@@ -179,9 +171,8 @@ _LOOK_SECS = 1.0
 class Heartbeat:
     """Calls a function again and again, on a thread that does not hold up an exit.
 
-    Exit handlers of modules that import this one run before the calls end. The function
-    handles its errors, and ends the calls with False; `secs` pass before each call.
-    Raises RuntimeError if the system has no more threads.
+    It ends the calls with False; `secs` pass before each. Raises RuntimeError if the
+    system has no more threads.
     """
 
     def __init__(self, beat: Callable[[], object], secs: float, name: str) -> None:

@@ -76,10 +76,7 @@ Value: TypeAlias = bytes | Place
 
 
 class Root(NamedTuple):
-    """The root of a tree, with the number of levels below it.
-
-    `base` is the directory of the files that the node names.
-    """
+    """The root of a tree, with the levels below, and the directory of its files."""
 
     place: Place
     base: str
@@ -87,12 +84,9 @@ class Root(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A node below another one.
+    """A node below another one, of keys from `first` on, without `prefix`.
 
-    Attributes:
-        first: No key in the node is before it. Both lack the prefix of the parent.
-        prefix: The start of all keys in the node, which the node leaves out.
-        base: The directory of the files that the node names.
+    `first` lacks the prefix of the parent; `base` is the directory of its files.
     """
 
     first: bytes
@@ -122,10 +116,7 @@ class _WrittenNode(NamedTuple):
 def encode(
     values: Mapping[bytes, Value], file: str, *, node_bytes: int = _NODE_BYTES
 ) -> Tree:
-    """Returns the tree of a database with at least one value, or place of a value.
-
-    `file` will have the nodes. A node ends after `node_bytes` of keys and values.
-    """
+    """Returns the tree of a database, whose nodes will be in `file`."""
     nodes: list[bytes] = []
     end = 0
 
@@ -256,10 +247,7 @@ def _file_table(names: Sequence[str]) -> list[_Field]:
 
 
 def _texts(texts: Sequence[bytes], column: Iterable[int] = ()) -> list[_Field]:
-    """Returns what each text but the first shares with the last, and what it adds.
-
-    `column` is another number of each text.
-    """
+    """Returns what each text but the first shares with the last, and what it adds."""
     shared, rests, last = [], [], b""
     for text in texts:
         size = min(len(last), len(text))
@@ -312,10 +300,7 @@ def _decompress(frame: bytes) -> bytes:
 
 
 def decode_manifest(fields: bytes) -> Root | None:
-    """Returns the root of the newest version; None for an empty tree.
-
-    Raises ValueError if the manifest is damaged, or consists of several files.
-    """
+    """Returns the root of the newest version; None if empty, ValueError if damaged."""
     body = _Fields(fields)
     body.take(_ID_BYTES)
     kind, _, _ = body.numbers(3)
@@ -339,11 +324,7 @@ def decode_manifest(fields: bytes) -> Root | None:
 
 
 def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
-    """Returns the entries of a node of height 0: key without the prefix, and value.
-
-    `base` is the directory of the files that the node names. Raises ValueError if the
-    node is damaged, or has another height.
-    """
+    """Returns the entries of a node of height 0: key without the prefix, and value."""
     body = _Fields(fields)
     files, count = body.begin_node(0, base)
     shared, lengths = body.numbers(count - 1), body.numbers(count)
@@ -363,10 +344,7 @@ def decode_leaf(fields: bytes, base: str) -> list[tuple[bytes, Value]]:
 
 
 def decode_inner(fields: bytes, base: str, height: int) -> list[Child]:
-    """Returns the children of a node; see `decode_leaf`.
-
-    `height` is the number of levels below the node.
-    """
+    """Returns the children of a node with `height` levels below it."""
     body = _Fields(fields)
     files, count = body.begin_node(height, base)
     shared, lengths = body.numbers(count - 1), body.numbers(count)
@@ -406,10 +384,7 @@ def _places(
 
 
 class _Fields:
-    """The fields of a manifest or a node, read one after the other.
-
-    All methods raise ValueError if the fields are damaged.
-    """
+    """The fields of a manifest or a node, read in turn; ValueError if damaged."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

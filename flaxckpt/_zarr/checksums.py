@@ -3,13 +3,9 @@
 The CRC-32C after a chunk proves that the chunk is whole; the manifest of the checkpoint
 has it, too, which proves that the chunk is the one of this leaf, place and step.
 
-Segments are parts of a raw chunk that can be verified without the rest.
-
-A segment is a run of bytes of a chunk; all but the last have the same size, a power of
-two. Its checksum is the CRC-32C of the chunk up to the end of the segment, which the
-computation of the chunk's checksum passes, so that it costs nothing. A segment is
-intact if its bytes lead from the checksum of the segment before to its own. The
-checksum of the last segment is that of the chunk, which follows the chunk in its file.
+A segment is a run of bytes of a raw chunk; all but the last have the same size, a power
+of two. Its checksum is the CRC-32C of the chunk up to its end, which costs nothing. A
+segment is intact if its bytes lead from the checksum of the one before to its own.
 """
 
 from __future__ import annotations
@@ -73,10 +69,7 @@ class ChunkChecksums(NamedTuple):
 
 
 def check_whole(name: str, found: int, tail: bytes, recorded: int | None) -> None:
-    """Raises ValueError if a chunk has changed since it was written, or is another.
-
-    `found` is the CRC-32C of its content, and `tail` the checksum after it.
-    """
+    """Raises ValueError if a chunk, with the checksum `tail` after it, has changed."""
     if tail != found.to_bytes(CHECKSUM_BYTES, "little"):
         raise ValueError(
             f"{name} has changed since it was written: its CRC-32C differs"
@@ -104,10 +97,7 @@ def checksums_bytes(chunks: int, chunk_bytes: int, segment_bytes: int) -> int:
 
 
 def choose_bytes(arrays: Iterable[tuple[int, int]]) -> int:
-    """Returns the size of the segments of a checkpoint: 64 KiB up to 8 GB, then more.
-
-    `arrays` has the number of chunks, and the bytes of a chunk, of each array.
-    """
+    """Returns the bytes of segments of a checkpoint: 64 KiB up to 8 GB, then more."""
     arrays = [*arrays]
     nbytes = LEAST_BYTES
     while sum(n * inner_count(size, nbytes) for n, size in arrays) > _MOST_CHECKSUMS:
@@ -122,10 +112,9 @@ def to_bytes(checksums: Sequence[int]) -> bytes:
 def running_checksums(
     parts: Iterable[memoryview], segment_bytes: int, start: int = 0
 ) -> list[int]:
-    """Returns the CRC-32C of concatenated `parts` up to the end of each segment.
+    """Returns the CRC-32C of `parts`, whole segments, up to the end of each segment.
 
-    The parts are whole segments of a chunk. `start` is the checksum of the segment
-    before them; 0 at the start of a chunk.
+    `start` is the checksum of the segment before them; 0 at the start of a chunk.
     """
     checksums: list[int] = []
     value, room = start, segment_bytes

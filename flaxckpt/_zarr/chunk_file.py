@@ -1,8 +1,6 @@
 """Blocks of bytes in files, each optionally followed by a checksum.
 
-A block is an uncompressed chunk of zarr 3, in a file of its own or, as the value of a
-database, beside others. Blocks are written without a copy, read into the caller's
-memory, or mapped.
+A block is an uncompressed chunk of zarr 3, written without a copy, read or mapped.
 """
 
 from __future__ import annotations
@@ -94,10 +92,9 @@ class Block(NamedTuple):
 
 
 def write(path: Path, parts: Sequence[memoryview]) -> None:
-    """Writes `parts` to a new file, and syncs a large file.
+    """Writes `parts` to a new file, and syncs a large one.
 
-    The sync lets the disk work while other files are written. The caller syncs small
-    files, and the directory with the names of all files.
+    So the disk works while other files are written; the caller syncs the rest.
     """
     _storage.of(path).write_parts(path, parts)
 
@@ -112,9 +109,8 @@ def link_if_equal(
 ) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    Unless `compare_all`, compares only the size and the checksums, for values that
-    equal the file unless changed in memory since; the checksum of a block is a part.
-    The file must have the `mode`, if given. Returns True if the link was made.
+    Unless `compare_all`, compares only size and checksums. The file must have the
+    `mode`, if given. Returns True if the link was made.
     """
     size = sum(len(part) for part in parts)
 
@@ -172,9 +168,8 @@ def read(
 ) -> None:
     """Reads a part of a block, from the byte `start`, into the memory `into`.
 
-    If `verify`, compares the part with its checksums; it then begins and ends between
-    segments, or is the whole block. Raises ValueError if the file has another size, or
-    fails a checksum.
+    If `verify`, the part begins and ends between segments, or is the whole block.
+    Raises ValueError if the file has another size, or fails a checksum.
     """
     stop = start + sum(view.nbytes for view in into)
     verify = verify and block.has_checksum
@@ -274,11 +269,10 @@ def map_range(descriptor: int, offset: int, size: int) -> Bytes | None:
 def verify_mapped(
     block: Block, content: Bytes, start: int = 0, stop: int | None = None
 ) -> None:
-    """Compares a mapped block, or a part of it, with its checksums.
+    """Compares a part of the mapped block `content` with its checksums.
 
-    `content` is the whole block. The part begins and ends at multiples of
-    `block.verified_at_once`, or at the end of the block. Raises ValueError if it has
-    changed since it was written, and OSError if it cannot be read.
+    It begins and ends at multiples of `block.verified_at_once`, or at the end. Raises
+    ValueError if it has changed, and OSError if it cannot be read.
     """
     if not block.has_checksum:
         return

@@ -33,13 +33,7 @@ _WATCHED_SECS = 60.0
 
 
 class ReportSnapshot(NamedTuple):
-    """A report on a run, as of some time.
-
-    Attributes:
-        version: Grows with each report on the run.
-        news: The last difference that has a description: `step 300 saved`.
-        is_bad: True if the news has a damaged step.
-    """
+    """A report on a run; its `version` grows, `news` describe the last difference."""
 
     version: int
     report: Report
@@ -68,19 +62,11 @@ class Feeds:
             ).start()
 
     def latest(self, place: Location) -> ReportSnapshot:
-        """Returns the last report on a run; gathers the first.
-
-        Raises:
-            CheckpointError: The run cannot be read, or does not exist any more.
-        """
+        """Returns the last report on a run; gathers the first."""
         return self._feed(place).latest()
 
     def available(self, place: Location) -> ReportSnapshot | None:
-        """Returns the last report on a run; None until a thread has made the first.
-
-        Raises:
-            CheckpointError: The run cannot be read.
-        """
+        """Returns the last report on a run; None until a thread has made the first."""
         return self._feed(place).available()
 
     def _feed(self, place: Location) -> _Feed:

@@ -1,8 +1,4 @@
-"""The checkpoints that were opened last, without their arrays.
-
-Opening a checkpoint of 10,000 leaves takes half a second, so a few stay open while the
-reader looks at their leaves.
-"""
+"""The checkpoints that were opened last, without their arrays: opening takes long."""
 
 from __future__ import annotations
 

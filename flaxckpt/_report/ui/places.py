@@ -117,11 +117,7 @@ class Places:
         return has_step
 
     def find(self, name: str, among: Mapping[str, Location] | None = None) -> Location:
-        """Returns the place of a name, by default of a run or a checkpoint.
-
-        Raises:
-            CheckpointNotFoundError: No place has this name.
-        """
+        """Returns the place of a name, or raises CheckpointNotFoundError."""
         place = (among or {}).get(name) or self.runs.get(name) or self.others.get(name)
         if place is None:
             raise errors.CheckpointNotFoundError(

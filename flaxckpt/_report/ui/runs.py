@@ -67,11 +67,7 @@ def listed(workspace: Workspace) -> list[Location]:
 
 
 def news(workspace: Workspace, query: Query) -> feeds.News:
-    """Returns the last change of a `run`, or of all runs, also of new ones.
-
-    Raises:
-        CheckpointNotFoundError: The run does not exist any more.
-    """
+    """Returns the last change of a `run`, or of all runs, also of new ones."""
     workspace.places.look_again()
     workspace.verifications.look_again()
     verified = workspace.verifications.version

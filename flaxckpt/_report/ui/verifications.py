@@ -47,13 +47,7 @@ class _Counter(progress.Counter):
 
 
 class Job:
-    """The verification of some steps of a run, one after the other, on a thread.
-
-    Attributes:
-        steps: The steps, at least one, in the order in which they are read.
-        results: The results so far, in this order.
-        error: The error that ended the job, or None.
-    """
+    """The verification of some steps of a run, one after the other, on a thread."""
 
     def __init__(
         self,
@@ -120,9 +114,7 @@ class Job:
 class Verifications:
     """Verifies checkpoints, and remembers the results; thread-safe.
 
-    Attributes:
-        job: The running verification, or the last one.
-        version: Grows as results are found and end, for pages that show them.
+    Its `version` grows as results are found and end, for pages that show them.
     """
 
     def __init__(self) -> None:
@@ -137,11 +129,7 @@ class Verifications:
         self.version = 0
 
     def start(self, place: Location, steps: Sequence[Step]) -> None:
-        """Starts to verify steps of a run, in the order given.
-
-        Raises:
-            OptionError: There are no steps, or another verification is running.
-        """
+        """Starts to verify steps of a run in order; OptionError if another one runs."""
         if not steps:
             raise errors.OptionError(f"{place.name} has no step to verify")
         with self._lock:

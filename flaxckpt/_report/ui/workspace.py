@@ -22,11 +22,7 @@ class Workspace(NamedTuple):
     verifications: verifications.Verifications
 
     def report(self, place: Location) -> Report:
-        """Returns the last report on a run, with what verifications have found.
-
-        Raises:
-            CheckpointError: The run cannot be read, or does not exist any more.
-        """
+        """Returns the last report on a run, with what verifications have found."""
         return self.verifications.update(place, self.feeds.latest(place).report)
 
     def version(self, place: Location) -> str:
@@ -49,11 +45,7 @@ def open_workspace(found: places.Places) -> Workspace:
 
 
 class Query:
-    """The fields of a request's address: the part after `?`.
-
-    Raises:
-        OptionError: It is not UTF-8, or has too many fields.
-    """
+    """The fields of a request's address; OptionError if they are not UTF-8, or many."""
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -72,11 +64,7 @@ class Query:
         return self._fields.get(name, "")
 
     def number(self, name: str) -> int | None:
-        """Returns a field that is a step; None if missing.
-
-        Raises:
-            OptionError: The field is not the number of a step.
-        """
+        """Returns a field that is a step; None if missing, OptionError if invalid."""
         text = self.text(name)
         if not text:
             return None
