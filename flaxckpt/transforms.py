@@ -3,8 +3,9 @@
 A transform maps a leaf table to a new leaf table: names and infos, so `plan` shows its
 effect before any data is read. Values are computed during the save or restore.
 
-A change to a parameter also applies to its moments, wherever they are in the optimizer.
-Moments of another shape that cannot be changed are initialised on restore.
+A `pattern` is a regular expression on the whole leaf path. A change to a parameter also
+applies to its moments, wherever they are in the optimizer. Moments of another shape
+that cannot be changed are initialised on restore.
 """
 
 from __future__ import annotations

@@ -206,7 +206,11 @@ class Database:
             self._read[key] = content[offset : offset + place.size]
 
     def value(self, key: str) -> bytes:
-        """Returns a requested value, shorter if its file ends early, or an error."""
+        """Returns a requested value after the tasks of `reading`.
+
+        It is shorter than in the index if its file ends too early. Raises ValueError,
+        OSError or MemoryError.
+        """
         value = self._read[key]
         self._uses[key] -= 1
         if not self._uses[key]:

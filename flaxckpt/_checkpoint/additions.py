@@ -1,6 +1,6 @@
 """Leaves that only the checkpoint has, and their places in the restored state.
 
-Only an empty place, such as None or `{}`, and a mapping may get further keys.
+They may fill an empty place, such as None or `{}`, and add keys to a mapping.
 """
 
 from __future__ import annotations

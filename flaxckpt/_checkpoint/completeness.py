@@ -26,7 +26,7 @@ _MAX_LOSS = 300
 
 
 class Files(NamedTuple):
-    """The files of a local checkpoint when it was whole; equal texts are shared."""
+    """The names, joined by NUL, and the stamp of the files of a whole checkpoint."""
 
     names: str
     stamp: int

@@ -129,7 +129,11 @@ def check_free(final: Path, *, overwrite: bool) -> None:
 def check_target_free(
     final: Path, *, overwrite: bool, replaced: Collection[str] = ()
 ) -> None:
-    """Raises an error if a conversion may not write `final`, a directory or a file."""
+    """Raises an error if a conversion may not write `final`, a directory or a file.
+
+    A conversion may replace a checkpoint of any format. `replaced` are names of files
+    beside arrays that it writes as well.
+    """
     there = (path for path in final.parents if _storage.of(path).is_taken(path))
     above = next(there, None)  # None in a store without objects above
     if above is not None and not above.is_dir():

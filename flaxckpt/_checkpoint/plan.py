@@ -181,7 +181,11 @@ class RestorePlan:
 
 
 def count_outcomes(restore_plan: RestorePlan) -> dict[str, tuple[int, dict[str, int]]]:
-    """Returns the first action of leaves -> their number, and those of others."""
+    """Returns how many leaves have each outcome: every leaf counts once.
+
+    The first action of leaves -> their number, and the number of each further action
+    among them: of the loaded leaves, those that are cast.
+    """
     found: dict[str, tuple[int, dict[str, int]]] = {}
     for first, *others in restore_plan.outcomes.values():
         total, parts = found.get(first, (0, {}))

@@ -440,7 +440,10 @@ class _Planner:
 
     @_util.forks.lazy
     def _damaged_branches(self) -> Mapping[LeafPath, str]:
-        """Branch of the state -> its item, if damaged, or missing and required."""
+        """Branch of the state -> the item, if that is damaged, or missing.
+
+        Leaves of missing items may be initialized, those of damaged items never.
+        """
         branches = self._stored.damaged_branches
         if self._options.missing == "error":
             return branches

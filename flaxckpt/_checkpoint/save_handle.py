@@ -52,7 +52,10 @@ class SaveResult:
 
     @property
     def copies(self) -> int:
-        """Number of other processes that have a durable copy of each part by now."""
+        """Number of other processes that have a durable copy of each part by now.
+
+        0 unless the step is in a staging directory with `staging_copies`.
+        """
         if self.tier == "directory":
             return 0
         try:

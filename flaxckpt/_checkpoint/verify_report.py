@@ -74,7 +74,10 @@ class VerifyReport:
 
     @property
     def summary(self) -> str:
-        """A line with the number of unreadable leaves and their files; may be empty."""
+        """A line with the number of unreadable leaves and the files that cause this.
+
+        Empty if all leaves can be read.
+        """
         if self.leaves is None:
             return "" if self.ok else "no leaf can be read"
         if not self.unreadable:

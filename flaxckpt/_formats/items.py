@@ -356,7 +356,7 @@ def read_json_items(
 
 
 def describe_damage(error: errors.DamagedCheckpointError) -> str:
-    """Returns the reason why an item cannot be read, or raises other errors."""
+    """Returns why an item cannot be read; raises an error that proves no damage."""
     if _storage.read_errors.is_unread(error):
         raise error
     return f"cannot be read: {errors.one_line(error)}"

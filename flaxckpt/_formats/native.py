@@ -169,7 +169,11 @@ def _read_items(
     *,
     is_alone: bool,
 ) -> tuple[LeafTable, dict[str, str]]:
-    """Returns the leaf table, with damaged leaves, and the damage of several items."""
+    """Returns the leaf table of items with arrays, and item -> reason of the damage.
+
+    The table has the leaves of damaged items, too, as the manifest describes them.
+    Damage of the only item is an error.
+    """
     table: LeafTable = {}
     damaged: dict[str, str] = {}
     for item, leaves in parts.items():

@@ -74,7 +74,7 @@ def of_written(
     written: Mapping[str, _arrays.written.Written],
     segment_bytes: int,
 ) -> dict[LeafPath, ChunkChecksums]:
-    """Returns the checksums of new chunks, written by item, by leaf path."""
+    """Returns leaf path -> the checksums of new chunks, written by all processes."""
     encoding = manifest.encoding
     if encoding is None or not encoding.checksum or not written:
         return {}

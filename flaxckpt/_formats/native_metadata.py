@@ -66,7 +66,7 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns the start of the save, or the oldest file's time, in s since 1970."""
+    """Returns when the save began, or else its oldest file, in seconds since 1970."""
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
         created = items.read_step_metadata(path).created

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """An array with a function to open it, by pieces of `chunk_shape` at least."""
+    """An array with a function to open it; `chunk_shape` is the least that is read."""
 
     shape: Shape
     dtype: str

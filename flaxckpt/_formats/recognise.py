@@ -1,4 +1,4 @@
-"""Recognises formats by the names and the first bytes of files, the evidence."""
+"""Recognises formats by names and first bytes of files; returns the evidence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def big_vision(path: Path) -> str | None:
 
 
 def find_pointer(path: Path) -> Path | None:
-    """Returns the pointer to big_vision's newest checkpoint, which `path` begins."""
+    """Returns the pointer to the newest checkpoint of big_vision, if there is one.
+
+    `path` is the pointer, or the name of the checkpoint without a step.
+    """
     if not path.name.endswith(_POINTER):
         if path.exists():
             return None

@@ -160,7 +160,10 @@ def list_files(index_file: Path, index: ShardIndex) -> dict[str, Stamp]:
 def check_leaves(
     index_file: Path, index: ShardIndex, found: Set[tuple[str, str]]
 ) -> None:
-    """Raises DamagedCheckpointError if an index has leaves that were not found."""
+    """Compares the leaves and files of an index with those `found` in the files.
+
+    Logs a warning if there are more. Raises DamagedCheckpointError if some are missing.
+    """
     anywhere = dict(found)
     faults = [
         f"{leaf[:80]}: wanted in {name}, found {anywhere.get(leaf, 'none')}"

@@ -10,9 +10,13 @@ from flaxckpt._util import humanize
 
 
 class BestStep(NamedTuple):
-    """The best good step of a run by a metric, the newest of several.
+    """The best step of a run by a metric.
 
-    `damaged` is better than it, and `deleted` better than both; None for none.
+    Attributes:
+        good: The best of the good steps; the newest of several. None without any.
+        damaged: The best of the damaged steps, if it is better than `good`.
+        deleted: The best of the deleted steps, if it is better than `good`, or without
+            any than `damaged`.
     """
 
     good: int | None

@@ -133,7 +133,10 @@ class CheckpointDiff:
 
     @property
     def layers(self) -> dict[LeafPath, tuple[int, float]]:
-        """Container of leaves -> how many have other values, and their `rel_norm`."""
+        """Container of leaves -> how many of them have other values, and `rel_norm`.
+
+        The norms are those of these leaves together. The largest changes come first.
+        """
         sums: dict[LeafPath, tuple[int, float, float]] = {}
         for path, leaf in self.changed.items():
             if leaf.different:

@@ -77,7 +77,10 @@ def listing(
     step_format: str | None = None,
     newest: int | None = None,
 ) -> Listing:
-    """Lists checkpoints; OptionError if no step has the metric of a given policy."""
+    """Lists the checkpoints at a path, or the `newest`, without reading arrays.
+
+    Raises OptionError if no step has the metric of a policy in `keep`.
+    """
     root = _formats.follow(_storage.paths.resolve(path))
     if step_format is None and root.exists() and _formats.recognises(root):
         usage = _run.disk_usage.on_disk(root, set())

@@ -206,8 +206,9 @@ def prune(
 ) -> Pruned:
     """Deletes the steps of a run that no policy keeps, or lists them.
 
-    The rules are by default those of the run. Raises OptionError without policies, or
-    steps with their metric; SaveFailedError if the newest step is damaged.
+    The rules are by default those of the run. Raises OptionError if there are no
+    policies, or no step has the metric of one; SaveFailedError if the newest step is
+    damaged.
     """
     root = _storage.paths.resolve(path)
     if rules is None:

@@ -26,7 +26,7 @@ class RunVerdict(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A restart of a run at `step`, after the last save; times are since 1970."""
+    """A restart of a run at `step`; `stopped` is the last step saved before, if any."""
 
     stopped: int | None
     step: int

@@ -1,4 +1,4 @@
-"""Checkpoints in a run directory that are no steps: a new run would lose them."""
+"""Checkpoints in a run directory that are no steps: a run would begin anew."""
 
 from __future__ import annotations
 

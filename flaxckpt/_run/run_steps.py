@@ -155,7 +155,7 @@ class RunSteps:
         return f"{self.directory} has {left_out.describe(found, self.format)}"
 
     def warn_of_left_out(self) -> None:
-        """Warns once about checkpoints that are no steps, which it lists once."""
+        """Warns once of checkpoints after the newest step that are no steps."""
         if self._is_warned or not _util.job.is_first():
             return
         found: Mapping[int, Path] = {}

@@ -387,7 +387,10 @@ class Saves:
         dataset: Any,
         json: Mapping[str, JSON] = MappingProxyType({}),
     ) -> int:
-        """Does the work of `save` before its return; writes nothing, returns bytes."""
+        """Does the work of `save` before its return, without writing.
+
+        Returns the stored size of all arrays, in bytes.
+        """
         self.check_directory()
         request = self.request(0, dataset=dataset, json=json)
         path = self._run.saves_in / "rehearsal" / self._run.format.name(0)

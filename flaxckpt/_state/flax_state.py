@@ -223,7 +223,11 @@ class OptimizerPart(NamedTuple):
 
 
 def optimizers(state: PyTree) -> list[OptimizerPart]:
-    """Returns the optimizers of a state that has their transforms and parameters."""
+    """Returns the optimizers of a state whose transform is available.
+
+    Optimizers of `TrainState`s, each with the parameters beside it, and NNX optimizers,
+    each with the modules of the state.
+    """
     parts = [
         OptimizerPart(
             (*keys, _OPT_STATE),

@@ -190,11 +190,15 @@ Source: TypeAlias = "Value | StoredLeaf"
 
 @row
 class Leaf:
-    """A row of a leaf table: the value or stored leaf, or several and `fn`.
+    """A row of a leaf table.
 
-    `fn`, which is traced, computes the leaf from its sources, as jax arrays of their
-    stored shapes and types. Without, the leaf is its only source, cast; None if it is
-    empty.
+    Attributes:
+        info: The properties of the leaf.
+        sources: The value, or the stored leaf; several for a computed leaf. The source
+            of an empty container is None.
+        fn: Computes the leaf from its sources, as jax arrays of their stored shapes and
+            types. It is traced. If None, the leaf is its only source, cast.
+        transforms: Names of the transforms that changed the leaf, in order.
     """
 
     info: LeafInfo

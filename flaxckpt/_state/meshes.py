@@ -36,7 +36,10 @@ def use(mesh: Mesh | None) -> AbstractContextManager[Any]:
 
 
 def with_devices(table: LeafTable) -> LeafTable:
-    """Returns the table with the current mesh, of equal axes, for those without."""
+    """Returns a leaf table with the current mesh in place of meshes without devices.
+
+    Shardings stay as they are if the current mesh has other axes, or there is none.
+    """
     if not any(lacks_devices(leaf.info.sharding) for leaf in table.values()):
         return table
     mesh = current()

@@ -43,7 +43,7 @@ def from_stored(array: np.ndarray[Any, Any], dtype_name: str) -> np.ndarray[Any,
 
 
 def check_bools(array: np.ndarray[Any, Any]) -> None:
-    """Raises ValueError for bytes other than 0 and 1: jax may compute anything."""
+    """Raises ValueError for bools of other bytes than 0 and 1, undefined for jax."""
     if array.dtype == np.bool_ and array.size:
         largest = int(array.view(np.uint8).max())
         if largest > 1:

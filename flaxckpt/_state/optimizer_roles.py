@@ -267,7 +267,7 @@ class _Roles:
         carriers: Mapping[tree.Key, tree.Node],
         keys: Keys,
     ) -> bool:
-        """Returns True if optimizers, with moments, are named as what they update."""
+        """Returns True if optimizers have the names of the parameters they update."""
         names = [f"{tree.join((key,))}/" for key in children]
         parents: set[LeafPath] | None = None
         for key, mirror in zip(carriers, self._mirrors(carriers, keys), strict=True):
@@ -399,7 +399,10 @@ class _Roles:
         return _MirroredParams(frozenset(), frozenset(every), is_masked)
 
     def _roots(self, params: Sequence[LeafPath], beside: LeafPath) -> set[LeafPath]:
-        """Returns the prefixes of leaves outside that have all `params`, best first."""
+        """Returns the prefixes of leaves outside that have all `params`.
+
+        Those that begin with `beside` are returned alone.
+        """
         outside = self._outside_set
 
         def have_all(roots: Iterable[LeafPath]) -> set[LeafPath]:

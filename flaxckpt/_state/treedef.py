@@ -26,8 +26,9 @@ def resolve_nothing(type_name: str) -> None:
 def to_json(structure: tree.Node | LeafPath) -> JSON:
     """Describes `structure` in JSON; `from_json` is the inverse.
 
-    A leaf is its path. A container is `[type, keys, children]`, with any static fields
-    as a fourth element; a tuple is a list. A box has `null` instead of keys.
+    A leaf is its path as a string. A container is `[type, keys, children]`, with any
+    static fields as a fourth element; an `int` key of a mapping stays an `int`, and a
+    tuple is a list. A box has `null` instead of keys.
     """
     if isinstance(structure, str):
         return structure

@@ -97,7 +97,7 @@ def _line(event: Event) -> bytes:
 
 
 def append_new_lines(journal: Path, other: Path, mode: int | None = None) -> None:
-    """Appends lines after the last that both journals have; raises OSError."""
+    """Appends the lines after the last that both journals have, or raises OSError."""
     lines = _last_lines(journal)
     numbers = {line: number for number, line in enumerate(lines, 1)}
     common = (numbers[line] for line in reversed(_last_lines(other)) if line in numbers)

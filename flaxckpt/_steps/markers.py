@@ -267,7 +267,7 @@ def damaged_leaves(path: Path) -> frozenset[LeafPath] | None:
 
 
 class UploadMarker(NamedTuple):
-    """Content of the marker of a step still to be uploaded, new with each change.
+    """Content of an upload marker; `change` is a random text, new with each change.
 
     Attributes:
         overwrite: Whether to replace an entry of the same name in the run directory.

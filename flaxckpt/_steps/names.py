@@ -75,7 +75,7 @@ class StepFormat:
 
 
 def check(step: Any) -> int:
-    """Returns `step` as an int, or raises OptionError if it is no valid number."""
+    """Returns `step` as an int; raises OptionError if it is no valid step."""
     try:
         number = operator.index(step)
     except Exception:  # arrays of other libraries may raise anything

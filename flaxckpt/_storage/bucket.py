@@ -216,7 +216,10 @@ class Bucket:
     def exchange(
         self, key: str, value: bytes, generation: bytes | None
     ) -> bytes | None:
-        """Replaces the value of `generation`, or any; returns the new one, or None."""
+        """Replaces the value of `generation`, or any value if `generation` is None.
+
+        Returns the new generation; None if the present value has another generation.
+        """
         with self._change():
             stamp = self.connection.request(
                 f"write {self.url}/{key}",

@@ -71,7 +71,8 @@ def new_checkpoint(
     """Locks a checkpoint for writing in the `with` block; see `commit`.
 
     With `overwrite`, first removes existing objects that `keep` does not select.
-    Removes all at the end without a commit marker. Raises CheckpointExistsError.
+    Removes all at the end without a commit marker. Raises CheckpointExistsError if it
+    exists, or another process writes it.
     """
     with locked(final) as lock:
         _make_room(lock, overwrite=overwrite, keep=keep)

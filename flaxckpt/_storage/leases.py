@@ -50,7 +50,10 @@ _TOUCHES = 4
 
 
 class Lease:
-    """A reader's lease: prevents deletion until released; OSError if it cannot."""
+    """A reader's lease: prevents the deletion of a checkpoint until released.
+
+    Raises OSError if the file cannot be made.
+    """
 
     def __init__(self, path: Path) -> None:
         host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())[:64]
@@ -214,7 +217,10 @@ def _names(path: Path, prefix: str) -> list[str]:
 
 
 def is_being_deleted(path: Path) -> bool:
-    """Returns True if a checkpoint is, or will soon be, deleted."""
+    """Returns True if the checkpoint `path` was, or will soon be, deleted.
+
+    Raises DamagedCheckpointError if the checkpoint is inaccessible.
+    """
     with read_errors.explain_errors(path):
         # The name last: a deletion that was not announced before has seen the lease.
         return bool(unexpired(path, _names(path, DELETING))) or not path.is_dir()

@@ -23,7 +23,11 @@ _ALL = 0o777
 
 
 def check(permissions: object, path: Path | None = None) -> int | None:
-    """Returns the mode that a user asks for, or raises OptionError; None for none."""
+    """Returns the mode that a user asks for at `path`; None for the umask's.
+
+    Raises OptionError if the mode is no mode, its owner could not use the checkpoint,
+    or `path` is in an object store.
+    """
     if permissions is None:
         return None
     if isinstance(path, RemotePath):

@@ -230,7 +230,7 @@ def from_text(text: str) -> Path:
 
 
 def parse(url: str) -> Path:
-    """Converts the URL of a bucket to a path, or raises OptionError."""
+    """Converts the URL of a bucket to a path; raises OptionError for another."""
     try:
         url.encode()
     except UnicodeEncodeError:
@@ -246,7 +246,7 @@ def parse(url: str) -> Path:
 
 
 def resolve(path: PathLike) -> Path:
-    """Returns the absolute form of `path`, or raises OptionError for an invalid one."""
+    """Returns the absolute form of `path`; raises OptionError for an invalid one."""
     if isinstance(path, RemotePath):
         return path
     if not _util.arguments.is_path(path):

@@ -11,7 +11,11 @@ from flaxckpt import errors
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Makes DamagedCheckpointErrors, for `is_unread`; not of missing files."""
+    """Converts system errors while reading `path` to DamagedCheckpointError.
+
+    Leaves FileNotFoundError to the caller, because its meaning depends on the file.
+    `is_unread` tells these errors from damage.
+    """
     try:
         yield
     except OSError as error:
@@ -30,7 +34,11 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Makes DamagedCheckpointErrors; CheckpointNotFoundError if it was deleted."""
+    """Converts system errors, including missing files, while reading a checkpoint.
+
+    Raises CheckpointNotFoundError if the checkpoint was deleted during the read;
+    DamagedCheckpointError if a file is missing or unreadable.
+    """
     with explain_errors(path):
         try:
             yield

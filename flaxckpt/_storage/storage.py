@@ -66,7 +66,10 @@ class Storage(Protocol[_Path]):
     def walk(
         self, directory: _Path, /, *, strict: bool = False
     ) -> Iterator[WalkedEntry]:
-        """Yields entries below, not through links; `strict` raises OSErrors."""
+        """Yields each entry below `directory`, in order; does not follow links.
+
+        Leaves out directories that cannot be listed, or raises OSError if `strict`.
+        """
 
     def known_size(self, file: _Path, within: _Path | None, /) -> int | None:
         """Returns the size of a file; None if unknown without reading the file."""

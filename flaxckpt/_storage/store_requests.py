@@ -88,9 +88,10 @@ _user: int | None = None
 
 
 def use_threads() -> None:
-    """Records the use of TensorStore's threads, before it does anything but memory.
+    """Records the use of TensorStore's threads by this process.
 
-    Raises ForkedError if the parent of this fork used them: TensorStore would abort.
+    Call it before TensorStore touches anything except memory. Raises ForkedError if the
+    parent of this fork used its threads: TensorStore would abort the process.
     """
     global _user
     if _user is None:

@@ -165,7 +165,7 @@ class Preemption:
         return False
 
     def _wait_for_copies(self, notice: Notice) -> str:
-        """Waits for copies in the time that is left; returns text without them."""
+        """Waits for copies in the time left; returns text if they are not durable."""
         try:
             self._checkpointer.wait_for_copies(self._secs_left(notice))
         except errors.CheckpointError as error:

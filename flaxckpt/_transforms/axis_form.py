@@ -42,7 +42,7 @@ class Form(AxisMap):
 
     @classmethod
     def parse(cls, text: str, sizes: Mapping[str, int]) -> Form:
-        """Returns the form that `text` describes; `sizes` must have names in it."""
+        """Returns the form of a text, which must have the names in `sizes`."""
         sides = text.split("->")
         if len(sides) != 2:
             raise _bad_form(text, "it needs one arrow")

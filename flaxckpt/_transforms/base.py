@@ -38,7 +38,10 @@ class TableTransform(abc.ABC):
         return self
 
     def on_restore(self) -> Transform | None:
-        """Returns the inverse for a run's own saves, if needed, or OptionError."""
+        """Returns the inverse for a run's own saves, if one is needed.
+
+        Raises OptionError if the transform has no inverse.
+        """
         return self.inverse()
 
     def inverse(self) -> Transform:

@@ -99,7 +99,11 @@ class Mirror(NamedTuple):
         return self.param.removesuffix(self.name)
 
     def renamed(self, param: LeafPath, *, has_root: bool) -> LeafPath:
-        """Returns the new name for the new path of the parameter; see `Mirrors`."""
+        """Returns the new name if the parameter moves to the path `param`.
+
+        `has_root` is False if the first key of the path is no root, because other
+        parameters that move with this one have another first key.
+        """
         if param.startswith(self.root):
             return param.removeprefix(self.root)
         return _below_root(param, has_root=has_root)
@@ -107,9 +111,13 @@ class Mirror(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mirrors:
-    """All mirrors in a table: leaf path -> the mirrored parameter.
+    """All mirrors in a table.
 
-    `unclear` have a slot, and root -> parameter; `lost` mirror an unknown parameter.
+    Attributes:
+        known: Leaf path -> the mirrored parameter.
+        unclear: Leaf path -> its slot, and root -> parameter, for leaves with several
+            possible parameters.
+        lost: Leaves that mirror an unknown parameter.
     """
 
     known: Mapping[LeafPath, Mirror]

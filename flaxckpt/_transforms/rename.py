@@ -148,7 +148,7 @@ class _Keep(TableTransform):
 
 
 def keep(pattern: str) -> TableTransform:
-    """Keeps only the leaves that match, as in `keep("params/.*")`; also of moments.
+    """Keeps only the leaves that match `pattern`; moments must match as well.
 
     Raises:
         OptionError: As for `drop`.

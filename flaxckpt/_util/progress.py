@@ -30,7 +30,11 @@ _showing = forks.PerProcess(threading.Lock)
 
 
 class Counter:
-    """Counts the bytes or steps of an operation, for people; thread-safe."""
+    """Counts the bytes or steps of an operation; thread-safe.
+
+    `what` is the operation, for people: `saving step 3`. The expected `total` is 0
+    while unknown.
+    """
 
     def __init__(self, what: str, *, of_bytes: bool = True, total: int = 0) -> None:
         self.what = what

@@ -171,8 +171,9 @@ _LOOK_SECS = 1.0
 class Heartbeat:
     """Calls a function again and again, on a thread that does not hold up an exit.
 
-    It ends the calls with False; `secs` pass before each. Raises RuntimeError if the
-    system has no more threads.
+    Exit handlers of modules that import this one run before the calls end. The function
+    handles its errors, and ends the calls with False; `secs` pass before each call.
+    Raises RuntimeError if the system has no more threads.
     """
 
     def __init__(self, beat: Callable[[], object], secs: float, name: str) -> None:

@@ -151,7 +151,11 @@ def _make_layout(
 
 
 def _place(info: LeafInfo) -> tuple[bool, int]:
-    """Returns the order of an array: aligned sizes first, then large elements."""
+    """Returns the place of an array among those of a file.
+
+    First come sizes that keep the next array aligned, so that it can be mapped; then
+    large elements, so that each offset is a multiple of the item size.
+    """
     is_uneven = info.stored_bytes % header.ALIGNMENT != 0
     return is_uneven, -_state.dtypes.item_bits(info.dtype or "")
 

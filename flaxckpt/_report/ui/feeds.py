@@ -33,7 +33,7 @@ _WATCHED_SECS = 60.0
 
 
 class ReportSnapshot(NamedTuple):
-    """A report on a run; its `version` grows, `news` describe the last difference."""
+    """A report on a run; `version` grows, and `news` says what has changed last."""
 
     version: int
     report: Report
@@ -62,11 +62,14 @@ class Feeds:
             ).start()
 
     def latest(self, place: Location) -> ReportSnapshot:
-        """Returns the last report on a run; gathers the first."""
+        """Returns the last report on a run; gathers the first.
+
+        Raises CheckpointError if the run cannot be read, or does not exist any more.
+        """
         return self._feed(place).latest()
 
     def available(self, place: Location) -> ReportSnapshot | None:
-        """Returns the last report on a run; None until a thread has made the first."""
+        """Returns the last report on a run, if any; see `latest` for errors."""
         return self._feed(place).available()
 
     def _feed(self, place: Location) -> _Feed:

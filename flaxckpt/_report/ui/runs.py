@@ -67,7 +67,10 @@ def listed(workspace: Workspace) -> list[Location]:
 
 
 def news(workspace: Workspace, query: Query) -> feeds.News:
-    """Returns the last change of a `run`, or of all runs, also of new ones."""
+    """Returns the last change of a `run`, or of all runs, also of new ones.
+
+    Raises CheckpointNotFoundError if the run does not exist any more.
+    """
     workspace.places.look_again()
     workspace.verifications.look_again()
     verified = workspace.verifications.version

@@ -22,7 +22,7 @@ class Workspace(NamedTuple):
     verifications: verifications.Verifications
 
     def report(self, place: Location) -> Report:
-        """Returns the last report on a run, with what verifications have found."""
+        """Returns `Feeds.latest` of a run, with what verifications have found."""
         return self.verifications.update(place, self.feeds.latest(place).report)
 
     def version(self, place: Location) -> str:
