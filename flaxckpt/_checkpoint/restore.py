@@ -134,13 +134,20 @@ def load_async(
     ```
 
     The plan is made before the return, so a checkpoint that does not exist or does not
-    fit the state is an error of this call; `wait` raises errors of reading. Do not
-    donate or change `abstract_state` before `wait` has returned, if the result takes
-    values from it.
+    fit the state is an error of this call. Do not donate or change `abstract_state`
+    before `wait` has returned, if the result takes values from it.
 
-    With several processes, `wait` does all but the reading: the exchange of
-    `read_once`, transforms, and the initialization of optimizer leaves. All processes
-    must then call `wait` at the same place of the program.
+    With several processes, only the reading runs on the other thread, and `wait` does
+    the rest: the exchange of `read_once`, transforms, and the initialization of
+    optimizer leaves. All processes must then call `wait` at the same place of the
+    program, as for `load`.
+
+    Returns:
+        A handle; its `wait()` returns the state.
+
+    Raises:
+        CheckpointNotFoundError, CheckpointFormatError, RestoreMismatchError: As for
+            `load`; `wait` raises errors of reading.
     """
     wanted = RestoreOptions(**options)
     with _util.gc_pause.pause():
@@ -271,8 +278,12 @@ def plan(
 ) -> RestorePlan:
     """Returns the plan of `load` with the same arguments, without reading arrays.
 
-    The plan's `problems` are the reasons why `load` would fail. Raises the errors of
-    `metadata`.
+    The plan's `problems` are the reasons why `load` would fail.
+
+    Raises:
+        CheckpointNotFoundError: `path` does not exist.
+        CheckpointFormatError: `path` is not a checkpoint.
+        DamagedCheckpointError: The metadata is missing or has changed.
     """
     wanted = RestoreOptions(**options)
     return _plan(locate.open_checkpoint(path, step), abstract_state, wanted)
@@ -350,7 +361,11 @@ def _plan(
 @_util.gc_pause.pause()
 @_util.guessed_names.explain
 def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
-    """Returns the metadata of a checkpoint, or of a step, by default a run's newest.
+    """Returns the metadata of a checkpoint, without reading arrays.
+
+    Args:
+        path: A checkpoint, or a run directory.
+        step: Step of a run directory; by default the newest.
 
     Raises:
         CheckpointNotFoundError: `path` does not exist.
@@ -364,7 +379,7 @@ def metadata(path: PathLike, *, step: int | None = None) -> CheckpointMetadata:
 def open_leaf(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None
 ) -> ts.TensorStore:
-    """Opens an array of a checkpoint, or of a step of a run, read-only.
+    """Opens an array of a checkpoint, read-only.
 
     Values are read when you index the array. If the only checksum covers a whole file
     (zarr 2, numpy archives, small databases), the file is read and compared first.
@@ -373,6 +388,11 @@ def open_leaf(
     kernel = open_leaf("run", "params/dense/kernel")
     first_rows = kernel[:10].read().result()
     ```
+
+    Args:
+        path: A checkpoint, or a run directory.
+        leaf_path: Path of the leaf.
+        step: Step of a run directory; by default the newest.
 
     Raises:
         RestoreMismatchError: The leaf does not exist, or is not an array.

@@ -57,10 +57,14 @@ def verify(path: PathLike, *, step: int | None = None) -> verify_report.VerifyRe
     The memory use is small and independent of the size of the checkpoint.
 
     ```python
-    report = verify("run", step=1000)  # by default the newest step
+    report = verify("run", step=1000)
     print(report)
     assert report.ok
     ```
+
+    Args:
+        path: A checkpoint, or a run directory.
+        step: Step of a run directory; by default the newest.
 
     Raises:
         CheckpointNotFoundError: `path` does not exist.

@@ -584,11 +584,16 @@ class Checkpointer(Closing):
         return self._ended.explain_all(self._session.rules())
 
     def prune(self, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Deletes the steps and dataset states that no policy keeps; returns the steps.
+        """Deletes the steps and dataset states that no policy keeps.
 
-        Before the first deletion, verifies the whole newest step. With `dry_run`, only
-        returns the steps, which are those without reasons in `explain`, and compares
-        only the sizes of the newest step's files.
+        Before the first deletion, verifies the whole newest step.
+
+        Args:
+            dry_run: True to only return the steps, those without reasons in `explain`.
+                The newest step is not verified: only the sizes of its files are.
+
+        Returns:
+            The deleted steps, or the steps to delete with `dry_run`.
 
         Raises:
             SaveFailedError: The newest step is damaged or unreadable; older steps stay.
@@ -603,8 +608,10 @@ class Checkpointer(Closing):
     def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step, even a pinned one, or an item of a step.
 
-        Other items must remain. A missing item is recorded as deleted, and no longer
-        counts as damage.
+        Args:
+            step: The step.
+            item: An item to delete instead of the step; others must remain. A missing
+                item is recorded as deleted, and no longer counts as damage.
 
         Raises:
             CheckpointNotFoundError: The step or the item does not exist.

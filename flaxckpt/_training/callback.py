@@ -266,9 +266,10 @@ class CheckpointCallback(Closing):
     def on_step(self, info: Any, force: bool = False) -> bool:
         """Saves the step if a trigger fires, for loops that pass an object per step.
 
-        It has the attributes `state`, and `next_step` (completed steps) or `step`
-        (index of the last step); optional: `metrics` or `loss`. `force` saves without a
-        trigger.
+        Args:
+            info: Object with the attributes `state`, and `next_step` (completed steps)
+                or `step` (index of the last step); optional: `metrics` or `loss`.
+            force: Whether to save without a trigger.
         """
         has_step = hasattr(info, "next_step") or hasattr(info, "step")
         if not has_step or not hasattr(info, "state"):
@@ -539,7 +540,9 @@ class CheckpointCallback(Closing):
     def add_metrics(self, step: int, metrics: Any) -> None:
         """Adds metrics to a committed step, such as from an evaluation after the save.
 
-        `step` is counted as in the loop; `metrics` may be a clu metric collection.
+        Args:
+            step: The step in the count of the loop; see `step_is`.
+            metrics: Numbers by name, or a clu metric collection.
         """
         self.checkpointer.add_metrics(
             step_counter.to_completed(step, self._offset),

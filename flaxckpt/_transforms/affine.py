@@ -108,6 +108,10 @@ def offset(pattern: str, value: float) -> TableTransform:
     computed in float32 or wider and rounded once, to the type of the state if there is
     one. The inverse is exact only if the sums need no rounding.
 
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        value: The number to add.
+
     Raises:
         OptionError: `value` is not a finite number. When applied: nothing matches, or
             a leaf cannot hold the sum: an integer plus a fraction, a bool or PRNG keys.

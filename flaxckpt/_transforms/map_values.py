@@ -132,9 +132,14 @@ def map_leaf(
     map_leaf("params/pos_embed", lambda x: jax.image.resize(x, (256, 768), "linear"))
     ```
 
-    `fn`, traced by jax, gets values in the type of the leaf, and decides the type of
-    the result. If it changes the shape of a parameter, it is also applied to the
-    moments of that shape; other moments are initialised again.
+    `fn` gets values in the type of the leaf, and decides the type of the result. If it
+    changes the shape of a parameter, it is also applied to the moments of the
+    parameter's shape; other moments are initialised again.
+
+    Args:
+        pattern: Regular expression on the whole leaf path.
+        fn: A function from array to array, traced by jax: use `jax.numpy`.
+        inverse: The inverse of `fn`.
 
     Raises:
         OptionError: `pattern` is not a valid regular expression. When applied: nothing

@@ -29,9 +29,12 @@ from flaxckpt._types import LeafPath
 
 
 class Row(NamedTuple):
-    """A row of `remap`: leaves of the checkpoint, and the same leaves of the state.
+    """A row of `remap`: leaves of one layout, and the same leaves of another.
 
-    `form` has the axes of both, in einops notation; None leaves the values as they are.
+    Attributes:
+        source: The name in the checkpoint, with indices in braces.
+        form: The axes of both, in einops notation; None if the values stay as they are.
+        optional: True if the leaves may be missing.
     """
 
     source: str
