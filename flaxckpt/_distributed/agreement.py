@@ -67,6 +67,12 @@ class Processes:
             return None
         return group.join(kind, self._directory, timeout_secs=self._timeout_secs)
 
+    def listen(self, kind: str) -> Callable[[], None]:
+        """Begins to answer calls of a kind; see `ProcessGroup.listen`."""
+        group = find_group(self._directory)
+        assert group is not None, kind
+        return group.listen(kind, self._directory)
+
     def are_several(self) -> bool:
         return _util.job.is_distributed()
 

@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -52,6 +52,8 @@ _MARGIN = 2
 """Factor on the timeout of other processes: process 0 may itself be waiting."""
 
 
+_HAS_LEFT = "answers no more calls: it has closed the run, or its program ends"
+
 _LONGEST_TEXT = 1000
 
 
@@ -82,6 +84,7 @@ class ProcessGroup:
         self._counts: collections.Counter[str] = collections.Counter()
         self._open: set[Operation] = set()
         self._joined: dict[str, str] = {}
+        self._listening: collections.Counter[str] = collections.Counter()
         # Series -> operations whose messages process 0 deletes later.
         self._ended: dict[str, list[str]] = {}
         self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
@@ -119,11 +122,25 @@ class ProcessGroup:
     ) -> Operation:
         """Begins an operation, as process 0, at any time; the others `join` it."""
         token = secrets.token_hex(4)
-        name = f"{kind}.{token}"
+        name, key = f"{kind}.{token}", _call_key(kind, directory)
         operation = self.begin(name, directory, what, timeout_secs=timeout_secs)
+        left = f"{key}/left/{self._listening[key]}"
+        operation.find_left = lambda: map(int, self.store.list(left))
         with _service_errors():
-            self.store.set(_call_key(kind, directory), f"{token} {what}")
+            self.store.set(key, f"{token} {what}")
         return operation
+
+    def listen(self, kind: str, directory: Path) -> Callable[[], None]:
+        """Begins to answer calls of a kind, in all processes in the same order.
+
+        Returns:
+            A function that tells process 0 that this process answers no more calls. It
+            raises OSError if the job has ended.
+        """
+        key = _call_key(kind, directory)
+        self._listening[key] += 1
+        left = f"{key}/left/{self._listening[key]}/{self.index}"
+        return lambda: self.store.set(left, "")
 
     def join(
         self, kind: str, directory: Path, *, timeout_secs: float
@@ -216,6 +233,7 @@ class Operation:
         self._all_reported = False
         self._apart: ApartError | None = None
         self.is_wanted: Callable[[], bool] = lambda: True  # False ends its waits
+        self.find_left: Callable[[], Iterable[int]] = tuple  # those that will not join
 
     @property
     def index(self) -> int:
@@ -300,6 +318,7 @@ class Operation:
                 for process in waiting
                 if (reason := self._lateness(process, stage, begin, deadline))
             }
+            reasons |= dict.fromkeys({*self.find_left()} & {*waiting}, _HAS_LEFT)
             # Some may have come while another was awaited.
             reports |= self._messages.reports(stage) if reasons else {}
             for process in list(waiting):
@@ -397,7 +416,8 @@ class Operation:
                 is_dead = (
                     self._group.heartbeats.silent_secs(process) > heartbeat.SILENT_SECS
                 )
-                has_stopped = process in failed_processes(self._messages.failures())
+                stopped = failed_processes(self._messages.failures())
+                has_stopped = process in {*stopped, *self.find_left()}
                 if is_dead or has_stopped or time.monotonic() > deadline:
                     break
 

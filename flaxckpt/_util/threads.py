@@ -173,11 +173,18 @@ class Heartbeat:
 
     Exit handlers of modules that import this one run before the calls end. The function
     handles its errors, and ends the calls with False; `secs` pass before each call.
+    `end` is called after the last call, and handles its errors, too.
     Raises RuntimeError if the system has no more threads.
     """
 
-    def __init__(self, beat: Callable[[], object], secs: float, name: str) -> None:
-        self._beat, self._secs = beat, secs
+    def __init__(
+        self,
+        beat: Callable[[], object],
+        secs: float,
+        name: str,
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._beat, self._secs, self._end = beat, secs, end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -187,7 +194,8 @@ class Heartbeat:
         try:
             while not self._stopped.wait(self._secs):
                 if self._beat() is False:
-                    return
+                    break
+            self._end()
         finally:
             _beating.discard(self)
 

@@ -14,7 +14,15 @@ from flaxckpt._distributed.operation import ProcessGroup
 
 WORK = Path("/a/run")
 
-__all__ = ["LATE", "ApartError", "begin", "exercise", "open_group", "open_store"]
+__all__ = [
+    "LATE",
+    "WORK",
+    "ApartError",
+    "begin",
+    "exercise",
+    "open_group",
+    "open_store",
+]
 
 
 def open_store(directory):

@@ -53,7 +53,8 @@ def run(directory, rank, given):
         value = DO[name](ckpt, rank, given, *args)
         if value is not None:
             found[name] = value
-    ckpt.close()
+    if given.get("closes", True):
+        ckpt.close()
     found["events"] = [event.kind for event in events]
     details = [event.details for event in events if event.kind == "restored"]
     if details:
@@ -235,6 +236,19 @@ def pin(ckpt, rank, given, step):
     ckpt.pin(step)
 
 
+def pin_until_upload_fails(ckpt, rank, given, step):
+    """While the other processes end, process 0 pins; returns why no upload follows."""
+    failed = []
+    ckpt.events.subscribe(lambda e: e.kind == "failed" and failed.append(e.details))
+    while rank == 0 and not failed:
+        ckpt.pin(step)
+        for thread in threading.enumerate():
+            if thread.name == "flaxckpt uploads":
+                thread.join()
+        ckpt.events.deliver()
+    return failed
+
+
 def verify(ckpt, rank, given, step):
     return ckpt.verify(step).ok
 
@@ -323,6 +337,7 @@ DO = {
         save_note,
         restore_step,
         pin,
+        pin_until_upload_fails,
         verify,
         explain,
         prune,

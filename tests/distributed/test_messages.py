@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.exercise_together import (
     LATE,
+    WORK,
     ApartError,
     begin,
     exercise,
@@ -93,6 +94,41 @@ def test_messages_of_ended_operations_are_deleted(tmp_path):
             each.result()
     texts = [key for key in files.list("flaxckpt") if "held" in key]
     assert len({key.partition("/held")[0] for key in texts}) <= 3, texts
+
+
+def test_call_waits_for_no_process_that_has_left(tmp_path):
+    groups = open_group(tmp_path, 3)
+    first, second, third = groups
+
+    def call():
+        return first.call("upload", WORK, "step 7", timeout_secs=1)
+
+    def listen():
+        return [group.listen("upload", WORK) for group in groups]
+
+    def join(group):
+        return group.join("upload", WORK, timeout_secs=1)
+
+    _, leave, _ = listen()
+    operation = call()
+    join(second).report("held", "all")
+    leave()  # what it has reported counts
+    join(third).report("held", "none")
+    with operation:
+        assert operation.gather("held", "first") == ["first", "all", "none"]
+    operation = call()
+    join(third).report("held")
+    with operation, pytest.raises(ApartError) as raised:
+        operation.gather("held")
+    [failure] = raised.value.failures
+    assert (failure.process, failure.kind) == (1, LATE)
+    assert "answers no more calls" in failure.text
+    listen()  # the run is opened again
+    operation = call()
+    for group in (second, third):
+        join(group).report("held")
+    with operation:
+        operation.gather("held")
 
 
 def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):

@@ -478,3 +478,11 @@ def test_unpin_in_run_directory_outlives_loss_of_disk_of_process_0(tmp_path):
     shutil.rmtree(tmp_path / "local-0")
     run(tmp_path, ["restore"], ["wait_for_uploads"], copies=1)
     assert not pinned.exists()
+
+
+def test_upload_waits_for_no_process_that_ends(tmp_path):
+    do = [["save", 1], ["wait_for_uploads"], ["pin_until_upload_fails", 1]]
+    ((told,), _) = [
+        each["pin_until_upload_fails"] for each in run(tmp_path, *do, closes=False)
+    ]
+    assert "process 1: answers no more calls" in told["error"]

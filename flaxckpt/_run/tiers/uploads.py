@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flaxckpt import (
@@ -117,6 +117,7 @@ class Uploads:
         is_one = processes is None or not processes.are_several()
         self._processes = None if is_one else processes
         self._listener: _util.threads.Heartbeat | None = None
+        self._leave: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         if self._listener is not None:
@@ -140,6 +141,10 @@ class Uploads:
         except Exception as error:  # process 0 reports it, too
             _log.warning("a part was not uploaded: %s", errors.one_line(error))
         return True
+
+    def _end_help(self) -> None:
+        with contextlib.suppress(OSError):  # the job has ended
+            self._leave()
 
     def _note_uploaded(self, path: Path, save: str, changes: int) -> None:
         """Removes the marker of a step whose changes process 0 has uploaded.
@@ -202,6 +207,8 @@ class Uploads:
         Returns:
             True if the run directory is in reach.
         """
+        if self._processes is not None:
+            self._leave = self._processes.listen("upload")
         if self._processes is not None and not _util.job.is_first():
             self.start()
             return False
@@ -235,7 +242,7 @@ class Uploads:
         if self._processes is not None and not _util.job.is_first():
             if self._listener is None:
                 self._listener = _util.threads.Heartbeat(
-                    self._help, _LISTENING_SECS, "flaxckpt part uploads"
+                    self._help, _LISTENING_SECS, "flaxckpt part uploads", self._end_help
                 )
             return
         if not self.pending():
