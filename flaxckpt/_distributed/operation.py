@@ -52,6 +52,8 @@ _MARGIN = 2
 """Factor on the timeout of other processes: process 0 may itself be waiting."""
 
 
+_REFUSED = "flaxckpt/refused"
+
 _HAS_LEFT = "answers no more calls: it has closed the run, or its program ends"
 
 _LONGEST_TEXT = 1000
@@ -85,6 +87,8 @@ class ProcessGroup:
         self._open: set[Operation] = set()
         self._joined: dict[str, str] = {}
         self._listening: collections.Counter[str] = collections.Counter()
+        self._opened: collections.Counter[str] = collections.Counter()
+        self._refused: collections.Counter[str] = collections.Counter()
         # Series -> operations whose messages process 0 deletes later.
         self._ended: dict[str, list[str]] = {}
         self.heartbeats = heartbeat.Heartbeats(store, index, self._poll_failures)
@@ -160,10 +164,48 @@ class ProcessGroup:
         self._joined[key] = token
         return self.begin(f"{kind}.{token}", directory, what, timeout_secs=timeout_secs)
 
-    def start_heartbeats(self) -> None:
-        """Starts heartbeats before the first operation; does nothing in a fork."""
+    def note_opened(self, directory: Path) -> None:
+        """Notes that this process has opened a run; starts heartbeats.
+
+        Does nothing in a fork.
+        """
+        if os.getpid() != self._pid:
+            return
+        place = _place(directory)
+        self._opened[place] += 1
+        if self._refused[place]:
+            self._tell_refusal(place, None)
+        self.heartbeats.start()
+
+    def note_refused(self, directory: Path, error: Exception) -> None:
+        """Tells the other processes why this one cannot open a run.
+
+        Raises:
+            OSError: The messages cannot be sent.
+        """
         if os.getpid() == self._pid:
-            self.heartbeats.start()
+            self._tell_refusal(_place(directory), _failure(self.index, error))
+
+    def _tell_refusal(self, place: str, failure: Failure | None) -> None:
+        self._refused[place] += 1
+        key = f"{_REFUSED}/{place}/{self.index}/{self._refused[place]}"
+        self.store.set(key, json.dumps([self._opened[place], failure]))
+
+    def find_refused(self, place: str) -> list[Failure]:
+        """Returns the failures of processes that could not open what this one has.
+
+        Each attempt has its key: a message that comes late hides no later attempt.
+        """
+        latest: dict[str, tuple[int, str]] = {}
+        for key, text in self.store.list(f"{_REFUSED}/{place}").items():
+            index, _, attempt = key.partition("/")
+            latest[index] = max(latest.get(index, (0, "")), (int(attempt), text))
+        rows = [json.loads(text) for _, text in latest.values()]
+        return [
+            Failure(*failure)
+            for opened, failure in rows
+            if failure is not None and opened < self._opened[place]
+        ]
 
     def end(self, operation: Operation, *, all_reported: bool) -> None:
         """Forgets an operation; deletes its messages when no process needs them."""
@@ -187,6 +229,12 @@ class ProcessGroup:
 def _place(directory: Path) -> str:
     text = str(directory).encode(errors="surrogateescape")
     return hashlib.sha256(text).hexdigest()[:12]
+
+
+def _failure(process: int, error: BaseException) -> Failure:
+    kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
+    text = errors.one_line(error, _LONGEST_TEXT)
+    return Failure(process, kind, text or kind)
 
 
 def _call_key(kind: str, directory: Path) -> str:
@@ -227,6 +275,7 @@ class Operation:
         self.is_first = group.index == 0
         self._group = group
         self._messages = Messages(group.store, name, group.index)
+        _, self._place, *_ = name.split("/")
         self._timeout_secs = timeout_secs
         self._failures: tuple[Failure, ...] = ()
         self._is_over = False
@@ -310,6 +359,8 @@ class Operation:
             if report is not None:
                 reports[waiting.popleft()] = report
                 continue
+            for refused in self._group.find_refused(self._place):
+                self._messages.fail(refused)
             failed = failed_processes(self._messages.failures())
             if failed or late:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECS)
@@ -377,7 +428,7 @@ class Operation:
         if self._is_over:
             return
         self._is_over = True
-        failure = self._failure(error)
+        failure = _failure(self.index, error)
         self._failures = (*self._failures, failure)
         deadline = time.monotonic() + _GRACE_SECS
         while True:
@@ -404,11 +455,6 @@ class Operation:
         except ApartError as apart:
             return apart
         raise AssertionError(self.name)
-
-    def _failure(self, error: BaseException) -> Failure:
-        kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
-        text = errors.one_line(error, _LONGEST_TEXT)
-        return Failure(self.index, kind, text or kind)
 
     def _settle(self, stage: str, deadline: float) -> None:
         for process in range(1, self.count):
@@ -456,6 +502,10 @@ class Operation:
                 if (apart := self._messages.get_end()) is not None:
                     self._is_over = True
                     raise apart
+                if not self._group.heartbeats.has_heard(0):  # a cheap look
+                    for refused in self._group.find_refused(self._place):
+                        if refused.process == 0:
+                            raise ApartError([refused])
             is_endless = is_patient and self._group.heartbeats.has_heard(0)
             deadline = math.inf if is_endless else usual_deadline
             if reason := self._lateness(0, stage, begin, deadline):
@@ -489,8 +539,8 @@ def has_service() -> bool:
     return not USES_FILES and _util.processes.service() is not None
 
 
-def start_heartbeats(directory: Path) -> None:
-    """Starts heartbeats, to notice the loss of a process from now on.
+def note_opened(directory: Path) -> None:
+    """Notes that this process has opened a run, whose loss is noticed from now on.
 
     Waits for no process. Without the coordination service, heartbeats start with the
     first operation.
@@ -498,7 +548,20 @@ def start_heartbeats(directory: Path) -> None:
     if not has_service():
         return
     if (group := find_group(directory)) is not None:
-        group.start_heartbeats()
+        group.note_opened(directory)
+
+
+@contextlib.contextmanager
+def opening(directory: Path) -> Iterator[None]:
+    """Tells the other processes if the block, which opens a run, fails."""
+    try:
+        yield
+    except Exception as error:
+        group = find_group(directory) if has_service() else None
+        if group is not None:
+            with contextlib.suppress(OSError):
+                group.note_refused(directory, error)
+        raise
 
 
 def _file_store(directory: Path) -> key_value.FileStore:

@@ -161,22 +161,23 @@ class Checkpointer(Closing):
         )
         _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
         _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
-        processes = _distributed.agreement.Processes(
-            _storage.paths.resolve(directory), peer_timeout_secs
+        path = _storage.paths.resolve(directory)
+        processes = _distributed.agreement.Processes(path, peer_timeout_secs)
+        peers = part_tier.PeerOptions(
+            staging_copies, failure_domain, peer_network, peer_certificate
         )
-        self._run = run_staging.open_steps(
-            directory,
-            rules,
-            step_format=step_format,
-            read_only=read_only,
-            staging=staging,
-            keep_staging=keep_staging,
-            peers=part_tier.PeerOptions(
-                staging_copies, failure_domain, peer_network, peer_certificate
-            ).check(),
-            processes=processes,
-            mode=options.mode,
-        )
+        with _distributed.operation.opening(path):
+            self._run = run_staging.open_steps(
+                directory,
+                rules,
+                step_format=step_format,
+                read_only=read_only,
+                staging=staging,
+                keep_staging=keep_staging,
+                peers=peers.check(),
+                processes=processes,
+                mode=options.mode,
+            )
         _check_layout_of_parts(self._run, options.layout)
         self.directory = self._run.directory
         self.events = self._run.events
@@ -201,8 +202,9 @@ class Checkpointer(Closing):
         )
         for sink in run_events.list_sinks(sinks):
             self.events.subscribe(sink)
-        self._prepare_directory(metadata)
-        _distributed.operation.start_heartbeats(self.directory)
+        with _distributed.operation.opening(path):
+            self._prepare_directory(metadata)
+        _distributed.operation.note_opened(path)
 
     def _prepare_directory(self, metadata: Mapping[str, JSON] | None) -> None:
         """Makes the directory, removes leftovers, and writes the run metadata."""

@@ -27,27 +27,23 @@ def run(directory, rank, given):
     names = given.get("directories")  # of the directories, by process
     if names is not None:
         staging = names[rank]
-    if "zarr_version" in given:
-        layout = flaxckpt.ArrayLayout(zarr_version=given["zarr_version"])
-        try:
-            flaxckpt.Checkpointer(
-                directory, staging=f"{directory}-{rank}", layout=layout
-            )
-        except errors.OptionError as error:
-            return {"refused": str(error)}
-    ckpt = flaxckpt.Checkpointer(
-        given.get("url", directory / "run"),
-        staging=f"{directory}/{staging}",
-        keep_staging=[policies.LatestN(given.get("keep", 1))],
-        staging_copies=given.get("copies_of", {}).get(
-            str(rank), given.get("copies", 0)
-        ),
-        peer_network=given.get("network"),
-        peer_certificate=given.get("certificate"),
-        failure_domain=lambda index: given.get("domains", "abcdefgh")[index],
-        peer_timeout_secs=given.get("timeout_secs", 60),
-        sinks=[events.append],
-    )
+    try:
+        ckpt = flaxckpt.Checkpointer(
+            given.get("url", directory / "run"),
+            staging=f"{directory}/{staging}",
+            keep_staging=[policies.LatestN(given.get("keep", 1))],
+            staging_copies=given.get("copies_of", {}).get(
+                str(rank), given.get("copies", 0)
+            ),
+            peer_network=given.get("network"),
+            peer_certificate=given.get("certificate"),
+            failure_domain=lambda index: given.get("domains", "abcdefgh")[index],
+            peer_timeout_secs=given.get("timeout_secs", 60),
+            sinks=[events.append],
+            layout=flaxckpt.ArrayLayout(zarr_version=given.get("zarr_version", 3)),
+        )
+    except errors.OptionError as error:
+        return {"refused": str(error)}
     for row in given["do"]:
         name, *args = row
         value = DO[name](ckpt, rank, given, *args)

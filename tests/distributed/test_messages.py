@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from flaxckpt.errors import OptionError
 from tests.distributed.exercise_together import (
     LATE,
     WORK,
@@ -129,6 +130,40 @@ def test_call_waits_for_no_process_that_has_left(tmp_path):
         join(group).report("held")
     with operation:
         operation.gather("held")
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_no_process_waits_for_one_that_could_not_open_the_run(tmp_path, refused):
+    groups = open_group(tmp_path, 2)
+    other = groups[1 - refused]
+
+    def wait():
+        with begin(other, timeout_secs=2) as operation:
+            return operation.exchange("one")
+
+    groups[refused].note_refused(WORK, OptionError("no such disk"))
+    other.note_opened(WORK)
+    with pytest.raises(ApartError) as raised:
+        wait()
+    assert raised.value.failures == ((refused, "OptionError", "no such disk"),)
+    groups[refused].note_opened(WORK)  # at the second attempt
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        done = pool.submit(wait)
+        with begin(groups[refused]):  # the one before, which it has not begun
+            pass
+        with begin(groups[refused], timeout_secs=2) as operation:
+            operation.exchange("one")
+        done.result()
+
+
+def test_process_that_has_opened_as_much_is_waited_for(tmp_path):
+    first, second = open_group(tmp_path, 2)
+    for group in (first, second):
+        group.note_opened(WORK)
+    second.note_refused(WORK, OptionError("a second object, only here"))
+    with begin(second) as joined, begin(first) as operation:
+        joined.report("one")
+        operation.gather("one")
 
 
 def test_process_without_heartbeats_counts_as_late(tmp_path, monkeypatch):

@@ -425,6 +425,18 @@ def test_rejects_shared_staging_directory(tmp_path):
         assert "process 0, process 1 have the same staging directory" in text
 
 
+@pytest.mark.parametrize("refused", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_other_processes_learn_of_a_refused_process_at_once(tmp_path, refused):
+    owner = tmp_path / f"local-{refused}/STAGING_OF"
+    owner.parent.mkdir()
+    owner.write_text("/another/run\n")
+    said = run(tmp_path, ["failing_save", 1], closes=False)
+    reason = said[refused]["refused"]
+    _, text = said[1 - refused]["failing_save"]
+    assert "belongs to /another/run" in reason
+    assert f"process {refused}: {reason[:40]}" in text
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
