@@ -129,8 +129,9 @@ class _Journal:
         return {step: self.saves[at] for step, at in self._durable.items()}
 
     def add(self, event: Event) -> None:
-        """Adds an event; one without a step is none of a save."""
-        if (step := event.step) is None:
+        """Adds an event; one without a step, or of an upload or copies, is none."""
+        is_other = event.kind == "failed" and "what" in event.details
+        if (step := event.step) is None or is_other:
             return
         at = self._last.get(step)
         is_open = at is not None and self.saves[at].outcome == "unfinished"

@@ -664,7 +664,9 @@ def test_distinguishes_unsuccessful_saves():
             event("started", 2, 30.0),  # after a crash
             event("snapshot", 2, 30.5, blocked_secs=0.5),
             event("committed", 2, 32.0, total_secs=2.0, blocked_secs=0.5, bytes=7),
+            event("failed", 2, 33.0, what="copies", error="process 1: no space"),
             event("copied", 2, 35.0, copies=2, bytes=7, secs=1.0),
+            event("failed", 2, 36.0, what="upload", error="out of reach"),
             event("uploaded", 2, 40.0, secs=3.0, bytes=7),
             event("failed", 3, 50.0, error="cannot begin"),
             event("started", 4, 60.0),

@@ -1,12 +1,13 @@
 """Histories of the local tier keep their guarantees, and find planted faults."""
 
 import functools
+import json
 import shutil
 
 import pytest
 
 from flaxckpt._distributed import messages, operation
-from flaxckpt._run.tiers import part_tier, parts, upload_copies
+from flaxckpt._run.tiers import part_copies, part_tier, parts, upload_copies
 from verification.simulation import kernel, planted, runner, tier
 
 MOST_HISTORIES = 600
@@ -243,6 +244,22 @@ def _check_equal(story):
         for machine in ("m0", "m1", "m2")
     }
     assert len(found) == 1
+
+
+def _fail_to_copy(*args, **options):
+    raise OSError("the peers are gone")
+
+
+def test_failed_copies_have_an_event():
+    patches = {(part_copies, "copy_parts"): _fail_to_copy}
+    with runner.installed(tier, patches), tier.story(1, copies=1) as story:
+        story.run_job(2, ["save", "copies"], is_calm=True)
+        journal = (story.files.root / "m0/local/events.jsonl").read_text()
+        rows = [json.loads(row) for row in journal.splitlines()]
+        (failed,) = [row for row in rows if row["kind"] == "failed"]
+        details = failed["details"]
+        assert (failed["step"], details["what"]) == (1, "copies")
+        assert "process 1: the peers are gone" in details["error"]
 
 
 def _miss_the_end_of_the_meeting(missed, first=operation.Operation.first):

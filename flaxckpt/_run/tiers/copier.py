@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from flaxckpt import _distributed, _steps, _util, errors
@@ -28,6 +29,7 @@ class CopyTask(NamedTuple):
 
     Attributes:
         step: Its number.
+        path: The step in the directory of this process.
         find_sources: Finds where the parts are; raises OSError if the step was deleted.
         parts: The parts that this process is to keep.
         copies: Number of copies that each part has then.
@@ -35,6 +37,7 @@ class CopyTask(NamedTuple):
     """
 
     step: int
+    path: Path
     find_sources: Callable[[], Sources]
     parts: Collection[int]
     copies: int
@@ -103,9 +106,10 @@ class Copier:
                     self.failure = self._copy(*newest)
             except Exception as error:
                 self.failure = errors.one_line(error)
-            if self.failure is not None:
-                step = newest[0].step
-                _log.warning("step %d is not copied: %s", step, self.failure)
+            if (why := self.failure) is not None:
+                step, path = newest[0].step, newest[0].path
+                _log.warning("step %d is not copied: %s", step, why)
+                self._events.emit("failed", step, path=path, what="copies", error=why)
             with self._guard.get():
                 self._waiting = [
                     each for each in self._waiting if each not in (*older, newest)

@@ -466,7 +466,7 @@ class PartTier:
         operation = processes.begin(f"copies.{step}", f"the copies of step {step}")
         assert operation is not None, path
         find = functools.partial(self._find_sources, step, path, holders)
-        self.copier.begin(CopyTask(step, find, mine, self.copies, operation))
+        self.copier.begin(CopyTask(step, path, find, mine, self.copies, operation))
 
     def _find_sources(
         self, step: int, path: Path, holders: Mapping[int, Sequence[int]]

@@ -382,7 +382,8 @@ class Uploads:
     def _report_failure(self, step: int, path: Path, error: Exception) -> bool:
         """Reports a failure; returns True if other steps would fail the same way."""
         text = _steps.event.first_lines(error)
-        self._events.emit("failed", step, path=self._directory / path.name, error=text)
+        path = self._directory / path.name
+        self._events.emit("failed", step, path=path, what="upload", error=text)
         _log.warning("step %d was not uploaded and stays in staging: %s", step, text)
         is_of_step = isinstance(
             error, errors.DamagedCheckpointError | FileExistsError | FileNotFoundError
