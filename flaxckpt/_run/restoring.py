@@ -192,12 +192,9 @@ class Restores:
         candidates = [each for each in found if step in (None, each[0])]
         newest = candidates[0][0] if candidates else -1
         reasons: dict[int, str] = {}
-        for number, missing in lost:
-            if step in (None, number) and number > newest:
-                why = "its parts are unknown: PARTS or flaxckpt.json is damaged"
-                if missing:
-                    why = f"the parts of {parts.names_of(missing)} are at no process"
-                reasons[number] = why
+        for each in lost:
+            if step in (None, number := each.step) and number > newest:
+                why = reasons[number] = str(each)
                 path = self._run.saves_in / self._run.format.name(number)
                 self._run.events.emit("fell_back", number, path=path, error=why)
                 _log.warning("step %d is left out: %s", number, why)
@@ -210,7 +207,7 @@ class Restores:
                 + "\nand the run directory does not have them."
             )
             # Only of the steps asked for: others do not matter here.
-            if any(number in reasons and not missing for number, missing in lost):
+            if any(each.step in reasons and each.is_damaged for each in lost):
                 raise errors.DamagedCheckpointError(
                     f"{text} To go on without a damaged step, call delete(step) in all"
                     " processes."

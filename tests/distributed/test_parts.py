@@ -239,6 +239,44 @@ def test_repairs_metadata_from_another_process(parts, name):
     assert file.read_bytes() == whole
 
 
+def change_digit(file):
+    """Changes the last digit, so that the file is of the same form as before."""
+    content = bytearray(file.read_bytes())
+    at = max(n for n, byte in enumerate(content) if byte in b"123456789")
+    content[at] ^= 1 if content[at] not in b"1" else 2
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "commit_success.txt",
+        "PARTS",
+        pytest.param("flaxckpt.json", marks=pytest.mark.slow),
+    ],
+)
+def test_mends_a_file_that_names_another_save_or_parts(parts, name):
+    file = parts / "local-1/2" / name
+    whole = file.read_bytes()
+    change_digit(file)
+    said = run(parts, ["restore"])
+    assert all(each["restore"] == 2 for each in said)
+    assert all(each["from_directory"] == 0 for each in said)
+    if name != "PARTS":
+        assert file.read_bytes() == whole
+    else:
+        assert json.loads(file.read_bytes())["files"] == json.loads(whole)["files"]
+
+
+def test_error_names_the_process_with_a_damaged_identity(parts):
+    for name in ("commit_success.txt", "flaxckpt.json"):
+        change_digit(parts / "local-1/2" / name)
+    for each in run(parts, ["failing_restore"]):
+        kind, text = each["failing_restore"]
+        assert kind == "DamagedCheckpointError"
+        assert "process 1: commit_success.txt or flaxckpt.json is damaged" in text
+
+
 def test_a_damaged_list_of_parts_is_mended_and_no_part_is_missing(parts):
     file = parts / "local-1/2/PARTS"
     files = json.loads(file.read_bytes())["files"]

@@ -185,7 +185,10 @@ def has_metadata(path: Path) -> bool:
         known = parts.find_parts(path)
         manifest = (path / parts.MANIFEST).read_bytes()
         deleted = _steps.markers.deleted_items(_storage.of(path).names(path))
+        listed = parts.parse_manifest(manifest).without(deleted).files
         if (path / parts.MARKER).read_bytes() != _commit_marker(manifest):
+            return False
+        if listed != ({n: size for part in known.files for n, size in part.items()},):
             return False
         return all(
             _storage.files.digest((path / name).read_bytes()) == digest
@@ -214,10 +217,12 @@ def _mend(path: Path, files: Mapping[str, bytes]) -> None:
         if name in _MARKERS or name in _NOT_MENDED:
             continue
         try:
-            if name == PARTS:
-                _steps.markers.read_parts(path)
-                continue
             found: bytes | None = (path / name).read_bytes()
+            if name == PARTS:
+                known = _steps.markers.read_parts(path)
+                same = _steps.markers.parse_parts(content)
+                if known is not None and known.files == same.files:
+                    continue  # which part was saved here is not in `content`
         except (OSError, errors.DamagedCheckpointError):
             found = None
         if found != content:
@@ -258,8 +263,11 @@ def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], by
         if not {parts.MARKER, parts.MANIFEST} <= files.keys():
             raise FileNotFoundError(f"{path.name} is not there")
         marker, manifest = files.pop(parts.MARKER), files[parts.MANIFEST]
-        is_same = marker == _commit_marker(manifest)
-        if not is_same or _storage.files.digest(marker) != sources.save:
+        if marker != _commit_marker(manifest):
+            raise ValueError(
+                f"{parts.MARKER} or {parts.MANIFEST} of {path.name} is damaged there"
+            )
+        if _storage.files.digest(marker) != sources.save:
             raise ValueError(f"{path.name} is another save there")
         (listed,) = parts.parse_manifest(manifest).files
         known = StepParts(0, (listed,))

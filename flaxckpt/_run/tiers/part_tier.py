@@ -284,14 +284,17 @@ class PartTier:
         paths = self._index.paths()
         marked = self._index.damaged_paths() if step is not None else {}
         paths |= {number: marked[number] for number in marked.keys() & {step}}
-        held = [_find_held(paths)]
         if operation is not None:
             self.meet(operation)
-            held = _exchange_held(operation, "held", held[0])
-            behind = parts.find_behind(held)
-            if any(behind):
-                self._mend(held[self._own], behind[self._own])
-                held = _exchange_held(operation, "mended", _find_held(paths))
+        held = _exchange_held(operation, "held", _find_held(paths))
+        if doubtful := parts.find_doubtful(held):
+            mine = self._examine(held, doubtful)
+            held = _exchange_held(operation, "examined", mine)
+        behind = parts.find_behind(held)
+        if any(behind):
+            mended = self._mend(held[self._own], behind[self._own])
+            held = _exchange_held(operation, "mended", held[self._own] | mended)
+        faults = _find_faults(held)
         self._times.clear()
         for number, here in (each for steps in held for each in steps.items()):
             self._times[number] = max(here.created, self._times.get(number, 0))
@@ -311,6 +314,7 @@ class PartTier:
         self.whole = {whole.step for whole in found}
         known = self.whole | {each.step for each in lost}
         lost += [Lost(number, ()) for number in sorted(unknown - known)]
+        lost = [each._replace(faults=tuple(faults.get(each.step, ()))) for each in lost]
         self.lost = {each.step for each in lost}
         self._sources, self._next_sources = {}, {}
         candidates = []
@@ -334,14 +338,15 @@ class PartTier:
 
     def _mend(
         self, held: Mapping[int, Held], behind: Mapping[int, Sequence[int]]
-    ) -> None:
-        """Copies what others know of steps here.
+    ) -> dict[int, Held]:
+        """Copies what others know of steps here; returns what is here of these then.
 
         Args:
             held: Step -> what is here of it.
             behind: Step -> the processes that know more of it: also its parts, if their
                 lists are damaged here, or later changes, or that these are uploaded.
         """
+        mended = {}
         for step, others in behind.items():
             path, save = self._root / self._format.name(step), held[step].save
             sources = Sources(path, step, save, self._own, self._peers, {0: others})
@@ -352,6 +357,23 @@ class PartTier:
                     part_copies.copy_changes(sources)
             except (errors.CheckpointError, OSError) as error:
                 _log.warning("step %d is not the same everywhere: %s", step, error)
+                continue
+            if (here := parts.find_held(path)) is not None:
+                mended[step] = here
+        return mended
+
+    def _examine(
+        self, held: Sequence[Mapping[int, Held]], doubtful: Collection[int]
+    ) -> dict[int, Held]:
+        """Returns what is here of all steps, after another look at doubtful ones."""
+        mine = dict(held[self._own])
+        for step in doubtful & mine.keys():
+            rest = (steps.get(step) for n, steps in enumerate(held) if n != self._own)
+            others = {other.save for other in rest if other is not None}
+            path = self._root / self._format.name(step)
+            with contextlib.suppress(OSError):  # a full disk mends no marker
+                mine[step] = parts.examine(path, mine[step], others)
+        return mine
 
     def adopt_pending(self) -> None:
         """Copies the metadata of steps to upload that only other processes have."""
@@ -492,9 +514,23 @@ def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:
     return {step: here for step, here in found.items() if here is not None}
 
 
+def _find_faults(held: Sequence[Mapping[int, Held]]) -> dict[int, list[str]]:
+    """Returns step -> what is damaged at which process, after warnings of it."""
+    faults: dict[int, list[str]] = {}
+    for process, steps in enumerate(held):
+        for step, here in steps.items():
+            if here.fault:
+                why = f"process {process}: {here.fault}"
+                _log.warning("step %d: %s", step, why)
+                faults.setdefault(step, []).append(why)
+    return faults
+
+
 def _exchange_held(
-    operation: Operation, stage: str, mine: Mapping[int, Held]
+    operation: Operation | None, stage: str, mine: Mapping[int, Held]
 ) -> list[dict[int, Held]]:
+    if operation is None:
+        return [dict(mine)]
     return [
         {int(step): Held(*row) for step, row in json.loads(text).items()}
         for text in operation.exchange(stage, json.dumps(mine))

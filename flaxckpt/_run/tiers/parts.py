@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import collections
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flaxckpt import _formats, _steps, _storage, errors
 from flaxckpt._steps.markers import PARTS, StepParts
+
+_log = logging.getLogger(__name__)
+
+_MOST_FAULTS = 4
+"""The most that an error names of a step."""
 
 MARKER, MANIFEST = _storage.transaction.MARKER, _formats.orbax_json.MANIFEST
 
@@ -32,6 +38,7 @@ class Held(NamedTuple):
         is_settled: Whether the step was in the run directory before its last change.
         changes: Number of changes of the step since its save.
         is_waiting: Whether some of them are not uploaded, as far as the process knows.
+        fault: What is damaged, so that the save or its parts are not known for sure.
     """
 
     save: str
@@ -41,6 +48,7 @@ class Held(NamedTuple):
     is_settled: bool = False
     changes: int = 0
     is_waiting: bool = False
+    fault: str = ""
 
     @property
     def state(self) -> tuple[int, bool]:
@@ -100,6 +108,49 @@ def _is_manifest_lost(path: Path) -> bool:
         return True
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False  # at present, or of another program
+
+
+def find_doubtful(held: Sequence[Mapping[int, Held]]) -> set[int]:
+    """Returns the steps that the processes have not whole, or in several saves.
+
+    A flipped bit in a small file looks like another save, or like a missing part.
+    """
+    saves: dict[int, set[str]] = {}
+    for steps in held:
+        for step, here in steps.items():
+            saves.setdefault(step, set()).add(here.save)
+    _, lost = choose(held, {})
+    several = {step for step, found in saves.items() if len(found) > 1}
+    return several | {each.step for each in lost}
+
+
+def examine(path: Path, here: Held, others: Collection[str]) -> Held:
+    """Returns what is here of a doubtful step, with what is damaged of its small files.
+
+    Args:
+        path: The step.
+        here: What `find_held` has found.
+        others: The saves of the step at other processes.
+    """
+    try:
+        manifest = (path / MANIFEST).read_bytes()
+        marker = _formats.native_contents.commit_marker(manifest)
+        (listed,) = parse_manifest(manifest).files
+        known = (_steps.markers.read_parts(path) or StepParts(0, (listed,))).files
+    except (OSError, ValueError, errors.DamagedCheckpointError):
+        return here  # looked at elsewhere
+    save = _storage.files.digest(marker)
+    if save != here.save and here.save not in others:
+        if save not in others:
+            return Held(here.save, 0, (), fault=f"{MARKER} or {MANIFEST} is damaged")
+        _log.warning("%s is damaged, and written again", path / MARKER)
+        _storage.of(path).replace(path / MARKER, marker)
+        here = here._replace(save=save)
+    if {name: size for part in known for name, size in part.items()} == listed:
+        return here
+    if save != here.save:  # the manifest is damaged, and copied again by a restore
+        return here
+    return Held(save, 0, (), fault=f"{PARTS} is damaged")
 
 
 def _find_time(path: Path) -> int:
@@ -172,10 +223,23 @@ class Lost(NamedTuple):
         step: Its number.
         parts: The parts that no process has; empty if the parts are unknown, as their
             lists are damaged at all processes.
+        faults: What is damaged of it at which process.
     """
 
     step: int
     parts: tuple[int, ...]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """True unless only machines are missing."""
+        return not self.parts or bool(self.faults)
+
+    def __str__(self) -> str:
+        why = "its parts are unknown: PARTS or flaxckpt.json is damaged"
+        if self.parts:
+            why = f"the parts of {names_of(self.parts)} are at no process"
+        return "; ".join((why, *self.faults[:_MOST_FAULTS]))
 
 
 def find_behind(held: Sequence[Mapping[int, Held]]) -> list[dict[int, list[int]]]:
