@@ -70,6 +70,14 @@ def test_all_texts_and_targets_are_legible(browser, served, scheme, width):  # n
     opened.context.close()
 
 
+def scroll_to(page, selector):
+    page.locator(selector).scroll_into_view_if_needed()
+    page.evaluate(  # events of scrolling come with the next frames
+        "() => new Promise(done => requestAnimationFrame("
+        "() => requestAnimationFrame(done)))"
+    )
+
+
 def order(opened):
     rows = "all => all.map(each => each.dataset.run)"
     return opened.page.locator("#all-runs tr[data-run]:visible").evaluate_all(rows)
@@ -90,6 +98,16 @@ def test_ranks_runs_by_selected_metric(opened):
     assert "best speed" in titles(opened)
     opened.page.select_option("select[name=rank]", "")
     expect(caption).to_have_text("By the best loss, lowest first")
+
+
+def test_verdict_and_table_come_before_curves(opened):
+    verdict = opened.page.locator("#all-runs .verdict")
+    expect(verdict).to_have_text(
+        "Best adam-0: 0.05 at step 20 (loss); none of 8 diverged."
+    )
+    below = opened.page.locator("#all-runs table").bounding_box()
+    curves = opened.page.locator("figure[data-metric=loss]").bounding_box()
+    assert below["y"] + below["height"] < curves["y"]
 
 
 def test_table_is_narrow_and_run_names_stay_whole(opened):
@@ -135,7 +153,10 @@ def test_groups_and_finds_runs_by_tags(opened):
     captions = page.locator("#all-runs caption")
     expect(captions.nth(3)).to_contain_text("lr=0.3: By the best loss")
     assert order(opened)[:4] == ["adam-0", "sgd-0", "adam-1", "sgd-1"]
-    assert page.locator("select[name=group] option").all_text_contents()[4:] == [
+    assert page.locator("select[name=group] option").all_text_contents() == [
+        "nothing",
+        "the start of the name",
+        "the metrics",
         "optimizer",
         "lr",
     ]
@@ -229,6 +250,7 @@ def test_tip_ranks_runs_by_value_with_their_colours(browser, served, width):  # 
     opened = Page(browser, served, width=width)
     page = opened.page
     expect(page.locator("#runs .message")).to_have_count(0)
+    scroll_to(page, "figure[data-metric=loss] .u-over")
     page.hover("figure[data-metric=loss] .u-over", position={"x": 90, "y": 190})
     tip = page.locator(".tip")
     rows = re.findall(r"^([\w-]+): ([\d.]+)$", tip.text_content(), re.M)
@@ -259,6 +281,7 @@ def test_click_on_row_or_curve_opens_run(opened):
     page.go_back()
     over = page.locator("figure[data-metric=loss] .u-over")
     over.wait_for()
+    scroll_to(page, "figure[data-metric=loss] .u-over")
     box = over.bounding_box()
     page.mouse.move(box["x"] + 2, box["y"] + box["height"] / 2)
     expect(page.locator(".tip")).to_contain_text("loss, step 10")

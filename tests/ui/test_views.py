@@ -979,6 +979,26 @@ def all_runs(space):
     return ask("/runs", space)
 
 
+def test_verdict_on_several_runs_names_best_and_counts_lost_ones(tmp_path, open_page):
+    for n in range(4):
+        keep = [flaxckpt.policies.BestN(1, "loss", "min")]
+        with flaxckpt.Checkpointer(tmp_path / f"r{n}", keep=keep) as run:
+            for step in (10, 20):
+                is_lost = n > 1 and step == 20
+                loss = nan if is_lost else 1.0 / (step - n)
+                run.save(step, {"w": np.ones(2)}, metrics={"loss": loss})
+    space = open_page(tmp_path)
+    shown = all_runs(space)
+    assert "Best r0: 0.05 at step 20 (loss); 2 of 4 diverged." in shown
+    # The names are alike, and the metrics: no group would say anything.
+    assert options(shown, "group") == ["", "state"]
+    for run in ("r0", "r1"):
+        shutil.rmtree(tmp_path / run)
+    look_again(space)
+    shown = all_runs(space)
+    assert "0.125 at step 10 (loss), though it diverged at 20; 2 of 2" in shown
+
+
 def look_again(space):
     """Looks for new runs at once."""
     space.places._due = 0.0

@@ -112,11 +112,18 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
     default, *others = rankings.items()
     ranking = rankings.get(rank, default[1])
     tags = _find_tags(reports)
+
+    def divides(key: str) -> bool:  # not into single runs, or into one group
+        groups = {_name_group(run, reports[run], key) for run in reports}
+        return not key or 1 < len(groups) < len(reports)
+
     choices = {**_GROUPS, **{f"tag:{name}": name for name in tags}}
+    choices = {key: choices[key] for key in choices if key == by or divides(key)}
     if by.startswith("tag:"):
         choices.setdefault(by, by[4:])
+    ranked = ranking.rank(reports)
     groups: dict[str, list[str]] = {}
-    for run in ranking.rank(reports):
+    for run in ranked:
         groups.setdefault(_name_group(run, reports[run], by), []).append(run)
     if unread:
         groups.setdefault("cannot be read" if by in choices and by else "", [])
@@ -126,6 +133,8 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
         waiting=waiting,
         curves=chart_data.draw_runs(curves, reports, not waiting) if metrics else "",
         ranking=ranking,
+        ranked=ranked,
+        find_divergence=flight_recorder.find_divergence,
         orders=[("", default[1].text), *((key, each.text) for key, each in others)],
         rank=rank,
         group_choices=[*choices.items()],
