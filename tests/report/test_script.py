@@ -307,9 +307,11 @@ def test_actions_apply_to_chosen_step(show, report, tmp_path):  # noqa: F811
     assert opened.page.locator(f"{LOSS} .plot").bounding_box() == place
     opened.page.click("#steps tr[data-step='50'] th")
     assert opened.texts("menu.actions .chosen") == ["Step 50"]
-    code = copy("Resume from here")
-    opened.page.hover("menu.actions button:text-is('Resume from here')")
+    resume = "Resume from here, deleting 3 newer steps"
+    code = copy(resume)
+    opened.page.hover(f"menu.actions button:text-is('{resume}')")
     assert tip(opened) == code
+    assert "if step > 50:  # deletes 60, 70, 80\n" in code
     copied = tmp_path / "run"
     shutil.copytree(report.path, copied)
     code = code.replace(repr(str(report.path)), repr(str(copied)))
@@ -322,6 +324,46 @@ def test_actions_apply_to_chosen_step(show, report, tmp_path):  # noqa: F811
     assert opened.texts("menu.actions .chosen") == ["Step 30, deleted"]
     usable = opened.page.locator("menu.actions button:enabled")
     assert usable.all_text_contents() == ["Report as one file"]
+
+
+def test_keys_show_tips_of_buttons_and_code_as_code(show, report):  # noqa: F811
+    opened = show(report)
+    opened.page.locator("menu.actions button").first.focus()
+    opened.page.keyboard.press("Tab")
+    assert "restore_or_init(state" in tip(opened)
+    shown, button = (
+        opened.page.locator(which).bounding_box() for which in (".tip", ":focus")
+    )
+    assert shown["y"] >= button["y"] + button["height"], "it hides no button"
+    font = "each => getComputedStyle(each).fontFamily"
+    assert "monospace" in opened.page.locator(".tip").evaluate(font)
+    opened.page.locator("[data-smooth]").focus()
+    assert tip(opened) is None
+    opened.page.hover("#steps tr[data-step='50'] th")
+    point_at(opened, f"{LOSS} .u-over", 0.5)
+    assert "monospace" not in opened.page.locator(".tip").evaluate(font)
+    assert opened.messages == []
+
+
+def test_line_of_pointer_is_at_step(show, report):  # noqa: F811
+    opened = show(report)
+    places = set()
+    for part in (0.46, 0.47, 0.48):  # between steps 40 and 50
+        point_at(opened, f"{LOSS} .u-over", part)
+        line = opened.page.locator(f"{LOSS} .u-cursor-x").bounding_box()
+        over = opened.page.locator(f"{LOSS} .u-over").bounding_box()
+        places.add(round((line["x"] - over["x"]) / over["width"], 2))
+    assert places == {round(3 / 7, 2)}
+    assert opened.messages == []
+
+
+def test_offers_no_restore_of_steps_that_are_not_finite(show, diverged):  # noqa: F811
+    opened = show(diverged)
+    opened.page.click("#steps tr[data-step='60'] th")
+    assert opened.texts("menu.actions .chosen") == ["Step 60, not finite"]
+    usable = opened.page.locator("menu.actions button:enabled").all_text_contents()
+    assert usable == ["Compare", "Export", "Report as one file"]
+    assert opened.messages == []
 
 
 def test_legends_name_all_signs_and_lines(show, report):  # noqa: F811
@@ -580,6 +622,11 @@ def test_layout_stays_still_while_reading_values(show, report, width):  # noqa: 
     assert page.evaluate(tops) == before
     heights = "() => [...document.querySelectorAll('.tools')].map(e => e.offsetHeight)"
     [before] = page.evaluate(heights)
+    last, tools = (
+        page.locator(which).bounding_box()
+        for which in ("menu.actions button >> nth=-1", "#recorder .tools")
+    )
+    assert tools["y"] - last["y"] - last["height"] < 45, "no gap for a line to come"
     page.focus("canvas.brush")
     page.keyboard.press("+")
     expect(page.locator("output.range")).to_contain_text("steps ")

@@ -287,6 +287,8 @@
           },
           points: { size: 9 },
           y: false,
+          // The line is at a step, never between two.
+          move: (plot, left, top) => [left < 0 ? left : plot.valToPos(plot.data[0][plot.posToIdx(left)], "x"), top],
         },
         scales: {
           x: { time: false, range: () => shownRange() },
@@ -382,7 +384,8 @@
       const isAway = index === null || index === undefined || plot.cursor.left < 0;
       const texts = isAway ? [] : this.readAt(index).map((each) => each.text);
       const step = isAway ? null : plot.data[0][index];
-      this.output.textContent = texts.length ? `step ${whole(step)}: ${texts.join(", ")}` : "";
+      const values = data.runs ? "" : `: ${texts.join(", ")}`; // of runs, the tip has them
+      this.output.textContent = texts.length ? `step ${whole(step)}${values}` : "";
       markLayers(step);
     }
 
@@ -1057,13 +1060,23 @@
       const at = data.steps.x.indexOf(step);
       const lost = at < 0 ? ", not in this run"
         : { d: ", deleted", x: ", damaged" }[data.steps.state[at]] ?? "";
-      menu.querySelector(".chosen").textContent = `Step ${whole(step)}${lost}`;
+      const diverged = data.events.find((each) => each[1] === "diverged")?.[0] ?? Infinity;
+      const odd = lost || (step >= diverged ? ", not finite" : "");
+      const newer = data.steps.x.filter((each, n) => each > step && data.steps.state[n] !== "d");
+      const count = newer.length === 1 ? `step ${newer[0]}` : `${newer.length} newer steps`;
+      menu.querySelector(".chosen").textContent = `Step ${whole(step)}${odd}`;
       for (const button of menu.querySelectorAll("button")) {
         const code = button.dataset.copy;
         const pair = pairWith(step);
-        const isMissing = lost !== "" || (code.includes("{pair}") && !pair);
+        const isRestore = button.dataset.restores !== undefined;
+        const isMissing = (isRestore ? odd : lost) !== "" || (code.includes("{pair}") && !pair);
         button.disabled = isMissing && /\{(step|pair)\}/.test(code);
-        button.dataset.tip = code.replaceAll("{step}", step).replace("{pair}", pair);
+        button.dataset.tip = code.replaceAll("{step}", step).replace("{pair}", pair)
+          .replace("{newer}", `deletes ${newer.slice(0, 9).join(", ") || "nothing now"}${newer[9] ? " …" : ""}`);
+        if (code.includes("{newer}")) {
+          const deletes = newer.length && !button.disabled ? `, deleting ${count}` : "";
+          button.textContent = `Resume from here${deletes}`;
+        }
       }
     }
     remember();

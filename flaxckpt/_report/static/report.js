@@ -17,7 +17,7 @@
 
   // A line with a colour begins with a swatch. The tip of a figure stays in it, so that it
   // covers no other one.
-  function showTip(text, x, y, colours = [], figure = null) {
+  function showTip(text, x, y, colours = [], figure = null, isCode = false) {
     if (!tip.isConnected) document.body.append(tip);
     tip.replaceChildren(...text.split("\n").flatMap((line, n) => {
       const swatch = document.createElement("span");
@@ -26,6 +26,7 @@
       return [n ? "\n" : "", colours[n] ? swatch : "", line];
     }));
     tip.hidden = false;
+    tip.classList.toggle("code", isCode);
     const { width, height } = tip.getBoundingClientRect();
     const box = figure?.getBoundingClientRect();
     const right = box?.right ?? page.clientWidth;
@@ -59,9 +60,18 @@
     if (!(event.target instanceof Element)) return;
     const at = tipOf(event.target);
     if (!at) return hideTip();
-    showTip(at.dataset.tip, event.clientX, event.clientY, at.tipColours, at.closest("figure"));
+    const isCode = at.dataset.copy !== undefined;
+    showTip(at.dataset.tip, event.clientX, event.clientY, at.tipColours, at.closest("figure"), isCode);
   }
 
+  // Keys have the tips of buttons, too, below them.
+  document.addEventListener("focusin", ({ target }) => {
+    const at = target.matches?.("button:focus-visible") && tipOf(target);
+    if (!at) return hideTip();
+    const { left, bottom } = at.getBoundingClientRect();
+    showTip(at.dataset.tip, left - 16, bottom - 10, [], null, at.dataset.copy !== undefined);
+  });
+  document.addEventListener("focusout", hideTip);
   document.addEventListener("pointermove", point, { passive: true });
   document.addEventListener("pointerdown", point, { passive: true });
   document.addEventListener("scroll", hideTip, true);
