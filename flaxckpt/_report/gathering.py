@@ -91,9 +91,15 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         if step.damage is None and not check.is_bad
     ]
     metadata = _read_metadata(listing, good, notes)
-    events = _steps.journal.read(root / _steps.journal.NAME) if listing.is_run else []
+    torn: list[bytes] = []
+    journal = root / _steps.journal.NAME
+    events = _steps.journal.read(journal, torn) if listing.is_run else []
     if not events:
         notes["saves"] = _no_journal_note(listing, notes)
+    elif torn:
+        notes["journal"] = (
+            f"{humanize.count(len(torn), 'line')} of its journal cannot be read"
+        )
     ranked: dict[str, list[BestN]] = {}
     for policy in listing.keep or ():
         if isinstance(policy, BestN):

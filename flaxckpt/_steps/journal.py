@@ -131,8 +131,11 @@ def _last_lines(journal: Path) -> list[bytes]:
         return []
 
 
-def read(path: Path) -> list[Event]:
-    """Returns the whole lines of events in order; none if missing."""
+def read(path: Path, torn: list[bytes] | None = None) -> list[Event]:
+    """Returns the whole lines of events in order; none if missing.
+
+    Adds the lines that are not JSON to `torn`.
+    """
     if not path.is_file():
         return []
     events: list[Event] = []
@@ -141,8 +144,18 @@ def read(path: Path) -> list[Event]:
         while line := file.readline(_MAX_LINE_BYTES):
             if is_start and (event := _parse(line)):
                 events.append(event)
+            elif torn is not None and not _is_json(line):
+                torn.append(line)
             is_start = line.endswith(b"\n")  # otherwise the line is too long for ours
     return events
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _parse(line: bytes) -> Event | None:

@@ -246,7 +246,7 @@ def test_counts_part_with_only_damaged_leaves(tmp_path):
     page = _report.page(gather(tmp_path / "run"))
     shown = [text for _, _, text in Elements(page).found]
     assert "0 of 1 leaf changed, 1 cannot be read" in shown
-    assert "1 of 1 leaf changed; relative change 1" in shown
+    assert "1 of 1 leaf changed; relative change 100\xa0%" in shown
 
 
 def test_counts_changed_elements_among_all(tmp_path):
@@ -951,6 +951,13 @@ def test_fully_changed_comparison_counts_no_other_leaves(tmp_path):
 
 def verdict(report):
     return _report.flight_recorder.judge(report)
+
+
+def test_verdict_counts_torn_lines_of_journal(run):
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"time": 17\n{"time": 18')
+    text = verdict(gather(run)).text
+    assert ", 2 lines of its journal cannot be read, best 0.3" in text
 
 
 def test_verdict_is_good_only_after_every_byte_was_read(run):

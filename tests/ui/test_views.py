@@ -417,10 +417,11 @@ def test_shows_no_difference_of_metrics_missing_on_one_side(tmp_path, open_page)
     space = open_page(tmp_path / "run")
     shown = ask("/compare/result", space, run="run", a=1, b=2)
     rows = re.findall('<tr data-compared="([^"]*)">(.*?)</tr>', shown)
-    values = {name: re.findall("<td.*?>([^<]*)</td>", row) for name, row in rows}
+    values = {name: re.findall("<td.*?>(.*?)</td>", row) for name, row in rows}
+    lost = '<span class="lost">'  # red
     assert values == {
         "loss": ["0.5", "none", ""],
-        "odd": ["NaN", "1", "NaN"],
+        "odd": [f"{lost}NaN</span>", "1", f"{lost}NaN</span>"],
         "new": ["none", "2", ""],
     }
     assert "nothing changed in 1 leaf." in shown
