@@ -309,17 +309,9 @@ def from_files(
     size.
     """
     tasks: list[Callable[[], None]] = []
-    metadata: str | None = None
-    if database is not None:
-        metadata = _request_metadata(raw, database, verify=verify)
-        verify = verify and not raw.has_digests  # digests cover the whole database
-    elif verify:
-        file = raw.root / raw.name / zarr_metadata.METADATA
-        tasks.append(
-            lambda: zarr_metadata.check_metadata(
-                chunk_file.read_small(file), raw.encoding, raw.form
-            )
-        )
+    check = _metadata_check(raw, database) if verify else None
+    if check is not None and database is None:
+        tasks.append(check)
     may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
     arrays: dict[Region, Array] = {}
     for box, inside in read_plan.group(regions, form.chunk_shape).items():
@@ -352,9 +344,8 @@ def from_files(
             tasks.append(functools.partial(_fill, form, blocks[key], parts, verify))
 
     def result() -> Mapping[Region, Array]:
-        if database is not None and metadata is not None:
-            text = database.value(metadata)
-            zarr_metadata.check_metadata(text, raw.encoding, raw.form)
+        if check is not None and database is not None:
+            check()
         return arrays
 
     return Reading(tasks, result)
@@ -366,20 +357,11 @@ def _find_block(
     chunk: zarr_metadata.Chunk,
     database: Database | None,
 ) -> Block:
-    if database is None:
-        return _block(raw, form, chunk, raw.root / raw.name / chunk.key)
-    key = zarr_metadata.database_key(raw.name, chunk.key)
-    place = database.place(key, form.stored_bytes)
-    return _block(raw, form, chunk, raw.root / place.file, place.offset)
-
-
-def _block(
-    raw: RawArray,
-    form: ChunkForm,
-    chunk: zarr_metadata.Chunk,
-    file: Path,
-    offset: int | None = None,
-) -> Block:
+    file, offset = raw.root / raw.name / chunk.key, None
+    if database is not None:
+        key = zarr_metadata.database_key(raw.name, chunk.key)
+        place = database.place(key, form.stored_bytes)
+        file, offset = raw.root / place.file, place.offset
     size, has_checksum = form.chunk_bytes, form.encoding.checksum
     if raw.checksums is None:
         return Block(file, size, has_checksum, offset=offset, key=chunk.key)
@@ -473,17 +455,15 @@ def from_database(
     verify: bool,
 ) -> Reading:
     """Reads `regions`; the tasks of `Databases.readings` must run before the result."""
-    metadata = _request_metadata(raw, database, verify=verify)
-    verify = verify and not raw.has_digests  # digests cover the whole database
+    check = _metadata_check(raw, database) if verify else None
     needs = read_plan.find_parts(regions, form.chunk_shape)
     names = {key: zarr_metadata.database_key(raw.name, key) for key in needs}
     for name in names.values():
         database.request(name, form.stored_bytes)
 
     def arrays() -> Mapping[Region, Array]:
-        if metadata is not None:
-            text = database.value(metadata)
-            zarr_metadata.check_metadata(text, raw.encoding, raw.form)
+        if check is not None:
+            check()
         parts: dict[Region, list[tuple[Region, Array]]] = {r: [] for r in regions}
         for key, places in needs.items():
             content = database.value(names[key])
@@ -514,13 +494,16 @@ def from_database(
     return Reading([], arrays)
 
 
-def _request_metadata(raw: RawArray, database: Database, *, verify: bool) -> str | None:
-    """Requests the metadata; returns the key, or None if it need not be compared."""
-    if not verify or raw.has_digests:  # digests cover the whole database
-        return None
-    name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
-    database.request(name, _MAX_METADATA_BYTES)
-    return name
+def _metadata_check(raw: RawArray, database: Database | None) -> Callable[[], None]:
+    """Returns the check of the metadata; requests them from an open database."""
+    if database is None:
+        file = raw.root / raw.name / zarr_metadata.METADATA
+        read = functools.partial(chunk_file.read_small, file)
+    else:
+        name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
+        database.request(name, _MAX_METADATA_BYTES)
+        read = functools.partial(database.value, name)
+    return lambda: zarr_metadata.check_metadata(read(), raw.encoding, raw.form)
 
 
 # ---- byte ranges of a file ------------------------------------------------------
