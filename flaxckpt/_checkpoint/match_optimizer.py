@@ -153,7 +153,7 @@ class OptimizerMatcher:
 
     def _leaf(self, place: LeafPath, tail: LeafPath, field: str) -> LeafPath | None:
         """Returns the leaf `tail` of the stored transform at `place`, or None."""
-        found = self._at(f"{place}/{tail}" if place else tail)
+        found = self._at(_state.tree.inside(place) + tail)
         if found is None:
             return None
         info = self._table[found].info
@@ -282,18 +282,11 @@ class OptimizerMatcher:
             if path in known and _state.optax_containers.is_gone(node.type):
                 unnamed[path] = None
                 children[path] = {str(key.name) for key in node.keys}
-        by_fields: dict[frozenset[str], list[LeafPath]] = {}
-        for path in sorted(unnamed):
-            by_fields.setdefault(frozenset(children[path]), []).append(path)
-        return by_fields
+        return _by_fields({path: children[path] for path in unnamed})
 
     @_util.forks.lazy
     def _all_by_fields(self) -> dict[frozenset[str], list[LeafPath]]:
-        """Names of children -> sorted paths of all containers with these children."""
-        by_fields: dict[frozenset[str], list[LeafPath]] = {}
-        for path, names in sorted(self._children().items()):
-            by_fields.setdefault(frozenset(names), []).append(path)
-        return by_fields
+        return _by_fields(self._children())
 
     def _children(self) -> dict[LeafPath, set[str]]:
         """Returns the path of each container -> names of the direct children."""
@@ -313,10 +306,9 @@ class OptimizerMatcher:
         """Returns the states with the fields of `kind`, of unknown class on a side."""
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
-        inside = f"{kind.optimizer}/" if kind.optimizer else ""
         alike = _within(kind.optimizer, places)
         at = bisect.bisect_left(places, kind.optimizer)
-        if inside and kind.optimizer in places[at : at + 1]:
+        if kind.optimizer and kind.optimizer in places[at : at + 1]:
             alike.insert(0, kind.optimizer)
         found: list[LeafPath] = []
         for place in alike:
@@ -336,7 +328,7 @@ class OptimizerMatcher:
 
     def _is_leaf(self, place: LeafPath, field: str) -> bool | None:
         """Returns True if a field of a stored container is a leaf; None if empty."""
-        path = f"{place}/{field}" if place else field
+        path = _state.tree.inside(place) + field
         leaf = self._table.get(path)
         if leaf is not None and leaf.info.kind == "empty":
             return None
@@ -423,7 +415,7 @@ class OptimizerMatcher:
 
     def _stored_by_seat(self, group: _Kind) -> dict[LeafPath, list[LeafPath]]:
         """Returns the stored states of a class by element of the optimizer's tuple."""
-        inside = f"{group.optimizer}/" if group.optimizer else ""
+        inside = _state.tree.inside(group.optimizer)
         seats = [seat for seat in sorted(self._seats) if seat.startswith(inside)]
         kinds = [
             _Kind(seat, group.state_class, group.hyperparameter)
@@ -522,7 +514,7 @@ _Part: TypeAlias = tuple[int, str]
 
 def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
     """Returns the parts of a path relative to the optimizer, as a sort key."""
-    inner = place[len(optimizer) + 1 :] if optimizer else place
+    inner = _below(optimizer, place)
     parts: list[_Part] = []
     for name in inner.split("/") if inner else ():
         is_label = bool(parts) and parts[-1][1] == _BRANCHES
@@ -534,24 +526,23 @@ def _parts(optimizer: LeafPath, place: LeafPath) -> tuple[_Part, ...]:
 def _names(places: Sequence[Sequence[_Part]]) -> list[tuple[str, ...]]:
     """Returns the names in the parts of each place, without the common prefix."""
     names = [tuple(name for _, name in parts if name) for parts in places]
-    if not names:
-        return []
-    first, last = min(names), max(names)
-    same = 0
-    while same < min(len(first), len(last)) and first[same] == last[same]:
-        same += 1
+    same = _count_equal(min(names), max(names)) if names else 0
     return [each[same:] for each in names]
 
 
 def _are_branches(places: Sequence[Sequence[_Part]]) -> bool:
     """Returns True if sorted places are in different branches of the same states."""
     for one, other in itertools.pairwise(places):
-        same = 0
-        while same < min(len(one), len(other)) and one[same] == other[same]:
-            same += 1
+        same = _count_equal(one, other)
         if same == 0 or same == len(one) or one[same - 1][1] != _BRANCHES:
             return False
     return True
+
+
+def _count_equal(one: Sequence[object], other: Sequence[object]) -> int:
+    """Returns how many items at the beginning of both are equal."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
@@ -563,6 +554,16 @@ def _labels(parts: Sequence[_Part]) -> tuple[str, ...]:
     )
 
 
+def _by_fields(
+    children: Mapping[LeafPath, set[str]],
+) -> dict[frozenset[str], list[LeafPath]]:
+    """Returns names of children -> sorted paths of the containers with these."""
+    by_fields: dict[frozenset[str], list[LeafPath]] = {}
+    for path in sorted(children):
+        by_fields.setdefault(frozenset(children[path]), []).append(path)
+    return by_fields
+
+
 def _hyperparameter(place: LeafPath) -> str:
     """Returns the hyperparameter scheduled by the state at `place`; else empty."""
     _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
@@ -571,7 +572,7 @@ def _hyperparameter(place: LeafPath) -> str:
 
 def _within(container: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
     """Returns those of the sorted paths that are inside a container."""
-    inside = f"{container}/" if container else ""
+    inside = _state.tree.inside(container)
     start = stop = bisect.bisect_left(paths, inside)
     while stop < len(paths) and paths[stop].startswith(inside):
         stop += 1
@@ -584,7 +585,7 @@ def _class(info: LeafInfo) -> str:
 
 
 def _below(place: LeafPath, path: LeafPath) -> LeafPath:
-    return path[len(place) + 1 :] if place else path
+    return path.removeprefix(_state.tree.inside(place))
 
 
 def _is_moment(tail: LeafPath, known: _state.optimizer_roles.LeafFacts) -> bool:

@@ -89,8 +89,8 @@ def find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
     for move, rank in sorted(ranks.items(), key=lambda item: item[1]):
         wanted, found = move
         names = moves[move]
-        leaves = {_inside(wanted, name) for name in names}
-        sources = {_inside(found, name) for name in names}
+        leaves = {_state.tree.inside(wanted) + name for name in names}
+        sources = {_state.tree.inside(found) + name for name in names}
         is_alone = len(names) == 1  # two leaves may have the same name by chance
         is_whole = not wanted and len(names) == len(lacking)
         if (
@@ -104,7 +104,9 @@ def find_moved(planned: RestorePlan, table: LeafTable) -> list[Moved]:
             used |= sources
             groups.append(Moved(wanted, found, names))
     order = {path: n for n, path in enumerate(lacking)}
-    return sorted(groups, key=lambda each: order[_inside(each.wanted, each.names[0])])
+    return sorted(
+        groups, key=lambda each: order[_state.tree.inside(each.wanted) + each.names[0]]
+    )
 
 
 _Move: TypeAlias = tuple[LeafPath, LeafPath]
@@ -157,7 +159,3 @@ def _nearest(parts: _Parts, stored: Sequence[_Parts]) -> Sequence[_Parts]:
 def _depth(move: _Move) -> int:
     """Returns the number of names in the containers of a move."""
     return sum(len(above.split("/")) for above in move if above)
-
-
-def _inside(container: LeafPath, name: LeafPath) -> LeafPath:
-    return f"{container}/{name}" if container else name

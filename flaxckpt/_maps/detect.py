@@ -329,7 +329,7 @@ def _try(
     prefix = likely.most_common(1)[0][0]
     matched = prefixes[prefix]
     equal = tuple(p for p, count in prefixes.items() if count == matched)
-    below = f"{prefix}/" if prefix else ""
+    below = _state.tree.inside(prefix)
     lacking = [
         f"{path} {wanted[path]}" + (f", found {found}" if found else "")
         for path in wanted

@@ -292,7 +292,7 @@ def empty_attribute(
     node, done = objects[above], above
     while done != path and (children := _children(node)) is not None:
         name = path[len(done) :].lstrip("/").partition("/")[0]
-        done = f"{done}/{name}" if done else name
+        done = state_tree.inside(done) + name
         if name not in children:
             return None
         node = children[name]

@@ -111,9 +111,14 @@ def suffixes(path: LeafPath) -> Iterator[LeafPath]:
         at = path.find("/", at + 1)
 
 
+def inside(path: LeafPath) -> str:
+    """Returns the start of all paths in a container; empty for the root."""
+    return f"{path}/" if path else ""
+
+
 def is_inside(path: LeafPath, above: LeafPath) -> bool:
     """Returns True if `path` is `above`, or a path in it."""
-    return not above or f"{path}/".startswith(f"{above}/")
+    return f"{path}/".startswith(inside(above))
 
 
 def escape(name: str) -> str:

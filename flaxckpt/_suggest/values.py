@@ -116,7 +116,7 @@ def find_changes(paths: Iterable[LeafPath]) -> dict[LeafPath, ValueChange]:
     for layout in _layouts():
         for container, rows in _matches(layout, alike).items():
             count = sum(len(alike[name]) for name in rows)
-            below = f"{container}/" if container else ""
+            below = _state.tree.inside(container)
             if count >= _ENOUGH * inside[below]:
                 fitting[container].append(_Fit(count, layout, rows))
     found: dict[str, dict[str, dict[str, list[str]]]] = {}
