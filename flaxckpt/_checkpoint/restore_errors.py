@@ -138,7 +138,7 @@ def _format_rows(
         return None
     several = [each for each in groups if len(each.names) > 1]
     elsewhere = {
-        f"{each.wanted}/{name}" if each.wanted else name
+        _state.tree.inside(each.wanted) + name
         for each in several
         for name in each.names
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -40,7 +40,11 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if found == path:
         stored = orbax.read(path, path)
-        return _add_metadata(stored, path, step, Items(state=""), (), {}, {})
+        names = _storage.of(path).names(path)
+        deleted = _steps.markers.deleted_items(names)
+        return _add_metadata(
+            *(stored, path, step, Items(state=""), names, deleted), (), {}, {}
+        )
     listing = _list_items(path)
     json = items.read_json_items(path, listing.texts, {})
     branches = _read_trees(path, listing, read_native)
@@ -70,7 +74,10 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         if item not in listing.deleted
     }
     layout = Items(state=state, dataset=listing.deleted_dataset)
-    return _add_metadata(stored, path, step, layout, trees, json, damaged)
+    return _add_metadata(
+        *(stored, path, step, layout, listing.names, listing.deleted),
+        *(trees, json, damaged),
+    )
 
 
 # ---- listing ------------------------------------------------------------------------
@@ -83,7 +90,8 @@ class _ItemListing(NamedTuple):
     """
 
     handlers: Mapping[str, str]
-    deleted: Sequence[str]
+    names: Collection[str]
+    deleted: Collection[str]
     trees: list[str]
     texts: list[str]
     lost: list[str]
@@ -107,8 +115,8 @@ def _list_items(path: Path) -> _ItemListing:
     recorded = recorded if isinstance(recorded, dict) else {}
     handlers = {str(item): str(handler) for item, handler in recorded.items()}
     found = _storage.of(path).names(path)
-    deleted = tuple(sorted(_steps.markers.deleted_items(found)))
-    listing = _ItemListing(handlers, deleted, [], [], [], {}, {})
+    deleted = sorted(_steps.markers.deleted_items(found))
+    listing = _ItemListing(handlers, found, deleted, [], [], [], {}, {})
     names = sorted({*found, *handlers})
     faults = {
         name: "is not the name of a directory in the checkpoint"
@@ -183,7 +191,10 @@ def _unreadable_error(
 
 
 def _describe_left_out(
-    path: Path, left_out: Mapping[str, str], read: Sequence[str], deleted: Sequence[str]
+    path: Path,
+    left_out: Mapping[str, str],
+    read: Sequence[str],
+    deleted: Collection[str],
 ) -> tuple[str, ...]:
     """Returns a warning about items that are left out, unless deleted on purpose."""
     rows = [f"{name} {why}" for name, why in left_out.items() if name not in deleted]
@@ -331,6 +342,8 @@ def _add_metadata(
     path: Path,
     step: int | None,
     layout: Items,
+    names: Collection[str],
+    deleted: Collection[str],
     trees: Sequence[str],
     json: Mapping[str, JSON],
     damaged: Mapping[str, str],
@@ -341,7 +354,8 @@ def _add_metadata(
         layout = dataclasses.replace(layout, dataset=dataset.name)
     infos = [leaf.info for leaf in stored.table.values()]
     metadata = native_metadata.checkpoint_metadata(
-        path, "orbax", step, infos, {}, None if dataset is None else dataset.name
+        *(path, "orbax", step, infos, {}, None if dataset is None else dataset.name),
+        *(names, deleted),
     )
     metadata = dataclasses.replace(
         metadata,

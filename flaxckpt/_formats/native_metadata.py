@@ -12,7 +12,7 @@ from typing import Any
 
 from flaxckpt import _steps, _storage, errors
 from flaxckpt._formats import items, orbax_files, orbax_json
-from flaxckpt._formats.items import CHECKPOINT, DATASET, METRICS, METRICS_DIGESTS
+from flaxckpt._formats.items import CHECKPOINT, METRICS, METRICS_DIGESTS
 from flaxckpt._formats.orbax_files import StepMetadata
 from flaxckpt._formats.reader import CheckpointMetadata
 from flaxckpt._state.leaf import LeafInfo
@@ -32,13 +32,13 @@ def checkpoint_metadata(
     step: int | None,
     infos: Sequence[LeafInfo],
     digests: Mapping[str, str],
-    dataset: str | None = DATASET,
-    names: Collection[str] | None = None,
+    dataset: str | None,
+    names: Collection[str],
+    deleted: Collection[str],
     recorded_step: int | None = None,
 ) -> CheckpointMetadata:
     """Returns the metadata of a checkpoint; `recorded_step` is that of the save."""
     file = path / CHECKPOINT
-    names = _storage.of(path).names(path) if names is None else names
     recorded = StepMetadata()
     if CHECKPOINT in digests or CHECKPOINT in names:
         content = items.read_file(file, path)
@@ -49,7 +49,6 @@ def checkpoint_metadata(
             # Orbax tolerates invalid content here, and the state does not need it.
             if CHECKPOINT in digests:
                 raise
-    deleted = _steps.markers.deleted_items(names)
     return CheckpointMetadata(
         str(path),
         format_name,
