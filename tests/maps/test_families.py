@@ -280,13 +280,22 @@ def doubled(config, key):
     return {**config, first: value}
 
 
+def pattern_of(name):
+    """Returns a pattern of the paths for a name with indices: `{i}`, `{m:up|down}`."""
+    parts = re.split(r"{(?:\w+:)?(.*?)}", name.replace(".", "/"))
+    for at in range(0, len(parts), 2):
+        parts[at] = re.escape(parts[at])
+    for at in range(1, len(parts), 2):
+        parts[at] = f"(?:{parts[at]})" if "|" in parts[at] else "[^/]+"
+    return "".join(parts)
+
+
 @over(first_of("family"))
 def test_compares_each_config_size_with_tensors(case, save):
     saved = save(case)
     keys = set()
     for name, axes in getattr(maps, case.family).shapes.items():
-        parts = map(re.escape, re.split(r"{.*?}", name.replace(".", "/")))
-        if not any(map(re.compile("[^/]+".join(parts)).fullmatch, saved.tensors)):
+        if not any(map(re.compile(pattern_of(name)).fullmatch, saved.tensors)):
             continue
         for axis in axes.split():
             choices = [re.findall(r"[a-z][\w.]*", each) for each in axis.split("|")]
