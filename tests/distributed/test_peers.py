@@ -273,11 +273,11 @@ def test_step_is_whole_with_all_parts_of_one_save(held, far):
                 assert here.save == save
                 assert part in here.parts
     whole = {step for step, *_ in found}
-    assert whole.isdisjoint(step for step, _ in lost)
-    assert whole | {step for step, _ in lost} == {s for row in held for s in row} | {
+    assert whole.isdisjoint(each.step for each in lost)
+    assert whole | {each.step for each in lost} == {s for row in held for s in row} | {
         *far
     }
-    for step, missing in lost:
+    for step, missing, _ in lost:
         for part in missing:
             saves = {row[step].save for row in held if step in row}
             assert any(
