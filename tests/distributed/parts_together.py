@@ -36,7 +36,9 @@ def run(directory, rank, given):
                 str(rank), given.get("copies", 0)
             ),
             peer_network=given.get("network"),
-            peer_certificate=given.get("certificate"),
+            peer_certificate=given.get("certificates", {}).get(
+                str(rank), given.get("certificate")
+            ),
             failure_domain=lambda index: given.get("domains", "abcdefgh")[index],
             peer_timeout_secs=given.get("timeout_secs", 60),
             sinks=[events.append],

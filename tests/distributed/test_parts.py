@@ -479,6 +479,15 @@ def test_other_processes_learn_of_a_refused_process_at_once(tmp_path, refused):
     ("given", "why"),
     [
         ({"copies": 1, "copies_of": {"1": 0}}, "the same staging_copies, but"),
+        (
+            {"certificates": {"0": "one", "1": "other"}},
+            "the same peer_certificate, but",
+        ),
+        pytest.param(
+            {"certificates": {"0": "one", "1": None}},
+            "process 1: none",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"copies": 1, "domains": ["a", None]},
             "failure_domain has returned None for process 1",
@@ -487,6 +496,13 @@ def test_other_processes_learn_of_a_refused_process_at_once(tmp_path, refused):
     ],
 )
 def test_first_save_refuses_options_that_do_not_fit(tmp_path, given, why):
+    if "certificates" in given:
+        made = {name: tmp_path / name for name in ("one", "other")}
+        for name, directory in made.items():
+            directory.mkdir()
+            made[name] = jobs.make_certificate(directory)
+        named = given["certificates"].items()
+        given = {"certificates": {rank: made.get(name) for rank, name in named}}
     for each in run(tmp_path, ["failing_save", 1], **given):
         assert why in each["failing_save"][1]
 

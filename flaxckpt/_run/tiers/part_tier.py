@@ -121,6 +121,8 @@ class PartTier:
         self._options = options
         path = options.certificate
         self._certificate = None if path is None else str(path)
+        describe = _distributed.peer_files.describe_certificate
+        self._described = describe(self._certificate)
         self._mode = mode
         self._server: FileServer | None = None
         self._own = 0
@@ -158,17 +160,15 @@ class PartTier:
         After a failure, some may have learnt of them, and others not.
 
         Raises:
-            OptionError: Processes have the same directory, or other numbers of copies,
-                or one has no failure domain.
+            OptionError: Processes have the same directory, or other numbers of copies
+                or certificates, or one has no failure domain.
         """
-        row = json.dumps([socket.gethostname(), self._meeting, self._options.copies])
-        rows = [json.loads(text) for text in operation.exchange("host", row)]
-        hosts, meetings, copies = zip(*rows, strict=True)
-        if len({*copies}) > 1:
-            raise errors.OptionError(
-                "all processes must have the same staging_copies, but they have\n"
-                + errors.rows(f"process {n}: {each}" for n, each in enumerate(copies))
-            )
+        row = [socket.gethostname(), self._meeting, self._options.copies]
+        texts = operation.exchange("host", json.dumps([*row, self._described]))
+        rows = [json.loads(text) for text in texts]
+        hosts, meetings, copies, certificates = zip(*rows, strict=True)
+        _check_equal("staging_copies", copies)
+        _check_equal("peer_certificate", certificates)
         if self._meeting and {*meetings} == {self._meeting}:
             return
         self._own = operation.index
@@ -503,6 +503,15 @@ class PartTier:
     def copies(self) -> int:
         """Number of copies that each part gets at other processes."""
         return min(map(len, self._keepers), default=0)
+
+
+def _check_equal(option: str, values: Sequence[object]) -> None:
+    """Raises OptionError if processes have different values of an option."""
+    if len({*values}) > 1:
+        raise errors.OptionError(
+            f"all processes must have the same {option}, but they have\n"
+            + errors.rows(f"process {n}: {each}" for n, each in enumerate(values))
+        )
 
 
 def _others(paths: Mapping[int, Path], path: Path) -> list[Path]:
