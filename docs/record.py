@@ -29,12 +29,15 @@ LONGEST_PAUSE_SECS = 1.0
 LAST_SECS = 6.0
 COMMANDS = [
     "python train.py run &  # saves every 10 steps, keeps the newest 3",
-    "until ls run 2>&1 | grep -q '40.*tmp'; do :; done; kill -9 $!  # in a save",
+    "kill_while_saving 40   # kill -9, as soon as the save of step 40 has begun",
     "ls run",
     "python train.py run    # the same command again",
     "flaxckpt explain run 30",
     "flaxckpt diff run twin # a run that nobody killed",
 ]
+KILL = '() { until ls run 2>&1 | grep -q "$1.*tmp"; do :; done; kill -9 $!; }'
+"""The body of a function of the shell."""
+
 COLORS = {
     "31": "#ff7b72",
     "32": "#56d364",
@@ -76,9 +79,12 @@ def main() -> None:
             "COLUMNS": str(COLUMNS),
             "TABSIZE": "0",  # of ls: spaces
             "PS1": PROMPT,
+            "BASH_FUNC_kill_while_saving%%": KILL,
         }
         train = [sys.executable, "train.py", "twin"]
-        subprocess.run(train, cwd=directory, env=environment, check=True)
+        subprocess.run(
+            train, cwd=directory, env=environment, check=True, stdout=subprocess.DEVNULL
+        )
         lines = read_lines(record(directory, environment))
     (ROOT / "docs/recording.svg").write_text(draw(lines), encoding="utf-8")
 
