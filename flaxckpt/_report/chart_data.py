@@ -198,9 +198,12 @@ _LIVE_SECS = 600.0
 def draw_runs(
     metrics: Mapping[str, Mapping[str, Sequence[MetricValue]]],
     reports: Mapping[str, Report],
+    groups: Mapping[str, Sequence[str]],
     is_whole: bool,
 ) -> html.Markup:
     """Returns the section with the metrics of several runs, a line for each run.
+
+    Of several groups, the script also draws the mean of each.
 
     The oldest run gets its colour first, so that newer ones do not change it. Runs that
     have saved in the last minutes are drawn strongest. `is_whole` is False while
@@ -226,10 +229,18 @@ def draw_runs(
     ]
     names = [*map(errors.printable, sorted(reports, key=age))]
     shown = {run for lines in metrics.values() for run in lines}
+    named = [[*map(errors.printable, runs)] for runs in groups.values()]
     return templates.render(
         "runs.html",
         runs=sorted(shown),
-        data={"runs": {"names": names, "metrics": drawn, "is_whole": is_whole}},
+        data={
+            "runs": {
+                "names": names,
+                "metrics": drawn,
+                "is_whole": is_whole,
+                "groups": [*zip(groups, named, strict=True)] if len(groups) > 1 else [],
+            }
+        },
     )
 
 

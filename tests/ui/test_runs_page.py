@@ -131,6 +131,27 @@ def test_groups_runs_by_name_and_metrics(opened):
     expect(captions.nth(1)).to_contain_text("loss, speed, momentum: By")
 
 
+def test_charts_have_mean_of_each_group_without_hidden_runs(opened):
+    page = opened.page
+    page.select_option("select[name=group]", "name")
+    expect(page.locator("#all-runs caption")).to_have_count(2)
+    over = page.locator("figure[data-metric=loss] .u-over")
+    for hidden, said in (
+        (None, "adam, mean of 4: 0.125\n"),  # of 1 to 4, by 20 steps
+        ("adam-3", "adam, mean of 3: 0.1\n"),
+    ):
+        if hidden is not None:
+            page.click(f"button[data-series='{hidden}']")
+        scroll_to(page, "figure[data-metric=loss] .u-over")
+        box = over.bounding_box()
+        page.mouse.move(box["x"] + box["width"] - 2, box["y"] + box["height"] / 2)
+        expect(page.locator(".tip")).to_contain_text(said)
+    page.select_option("select[name=group]", "")
+    expect(page.locator("#all-runs caption")).to_have_count(1)
+    page.mouse.move(box["x"] + box["width"] - 9, box["y"] + box["height"] / 2)
+    expect(page.locator(".tip")).not_to_contain_text("mean")
+
+
 def test_search_finds_names_and_metrics_in_all_groups(opened):
     page = opened.page
     page.select_option("select[name=group]", "name")

@@ -230,11 +230,11 @@
 
     toggleLog() {
       view.log.set(this.name, !this.isLog);
-      this.update(this.lines, this.facts.textContent);
+      this.update(this.given, this.facts.textContent);
     }
 
     update(lines, facts = "") {
-      this.lines = lines;
+      this.given = lines;
       this.facts.textContent = facts;
       const all = lines.flatMap((line) => line.y).filter((value) => value !== null)
         .sort((a, b) => a - b);
@@ -269,6 +269,7 @@
     }
 
     build() {
+      this.lines = [...this.given, ...meansOf(this.given)];
       this.figure.hidden = this.lines.every((line) => view.hidden.has(line.name));
       if (!this.place.isConnected || this.place.clientWidth === 0) return;
       const grid = { stroke: colourOf("faint"), width: 1 };
@@ -347,7 +348,7 @@
     // Returns the run whose value at the nearest step is at a place, of several runs.
     runAt(x, y) {
       const step = this.plot.data[0][this.plot.posToIdx(x)];
-      const shown = data.runs ? this.lines.filter((line) => !view.hidden.has(line.name)) : [];
+      const shown = data.runs ? this.given.filter((line) => !view.hidden.has(line.name)) : [];
       const places = shown.map((line) => this.plot.valToPos(line.y[line.x.indexOf(step)], "y"));
       const far = places.map((place) => Math.abs(place - y)); // NaN without a value
       const least = Math.min(...far.filter((each) => each < 16));
@@ -393,7 +394,7 @@
     pick(by) {
       const steps = this.plot.data[0];
       const index = this.plot.cursor.idx ?? steps.length - 1;
-      const there = this.readAt(index).filter((each) => each.value !== null);
+      const there = this.readAt(index).filter((each) => each.value !== null && !each.line.low);
       if (!there.length) return;
       showStep(steps[index]);
       const at = there.findIndex((each) => each.line === this.picked) + by;
@@ -439,6 +440,7 @@
       const unit = devicePixelRatio;
       context.save();
       if (this.hasEvents) drawEvents(plot);
+      for (const line of this.lines) if (line.low) shade(plot, line);
       for (const line of this.lines) {
         if (!line.state || view.hidden.has(line.name)) continue;
         const inside = line.x.filter(isShown).length;
@@ -461,6 +463,39 @@
       }
       context.restore();
     }
+  }
+
+  // Returns the mean of each group of runs that are shown, at the steps that all have.
+  function meansOf(lines) {
+    return (data.runs?.groups ?? []).flatMap(([group, runs]) => {
+      const found = lines.filter((line) => runs.includes(line.name) && !view.hidden.has(line.name));
+      if (found.length < 2) return [];
+      const x = found[0].x.filter((step) => found.every((line) => line.x.includes(step)));
+      const values = x.map((step) => found.map((line) => line.y[line.x.indexOf(step)]));
+      return [{
+        name: `${group}, mean of ${found.length}`, x, colour: found[0].colour, width: 3,
+        y: values.map((each) => Number((each.reduce((a, b) => a + b) / each.length).toPrecision(6))),
+        low: values.map((each) => Math.min(...each)), high: values.map((each) => Math.max(...each)),
+      }];
+    });
+  }
+
+  // Fills what is between the lowest and the highest run of a group.
+  function shade(plot, { x, low, high, colour }) {
+    const context = plot.ctx;
+    const { left, top, width, height } = plot.bbox;
+    context.save();
+    context.beginPath();
+    context.rect(left, top, width, height);
+    context.clip();
+    context.beginPath();
+    const go = (value, n) => context.lineTo(plot.valToPos(x[n], "x", true), plot.valToPos(value, "y", true));
+    low.forEach(go);
+    [...high.keys()].reverse().forEach((n) => go(high[n], n));
+    context.fillStyle = colour;
+    context.globalAlpha = 0.16;
+    context.fill();
+    context.restore();
   }
 
   // Draws a line through each restart, and shades what is after a divergence.
@@ -957,8 +992,8 @@
       return data.runs.metrics.map((metric) => addCurves(
         place, metric.name, 260, metric.lines.map((each) => ({
           ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,
-          alpha: each.live ? 1 : 0.85, state: null,
-        })),
+          alpha: data.runs.groups.length ? 0.3 : each.live ? 1 : 0.85, state: null,
+        })), data.runs.groups.length ? "the mean of each group, from its lowest to its highest run" : "",
       ));
     },
   };

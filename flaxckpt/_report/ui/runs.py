@@ -131,7 +131,9 @@ def table(workspace: Workspace, query: Query) -> html.Markup:
         "ui/runs.html",
         version=version,
         waiting=waiting,
-        curves=chart_data.draw_runs(curves, reports, not waiting) if metrics else "",
+        curves=chart_data.draw_runs(curves, reports, groups, not waiting)
+        if metrics
+        else "",
         ranking=ranking,
         ranked=ranked,
         find_divergence=flight_recorder.find_divergence,
