@@ -254,17 +254,16 @@ def _begin(
             )
         if stored.raw is None:
             return _from_store(job, context(), verify=options.verify)
-        raw, database, verify = stored.raw, None, options.verify
+        raw, database = stored.raw, None
         form = read_plan.form_of(raw)
         if raw.ocdbt:
-            check = raw.check_database if verify else None
+            check = raw.check_database if options.verify else None
             database = databases.open(
                 raw.root, stored.root, check=check, sizes=raw.sizes
             )
-            verify = verify and not raw.has_digests  # they cover the whole database
             if read_files.is_small(raw, form, database):
                 return read_files.from_database(
-                    raw, form, regions, database, verify=verify
+                    raw, form, regions, database, verify=options.verify
                 )
         else:
             _storage.of(raw.root).check_root(raw.root, stored.root)
@@ -275,7 +274,7 @@ def _begin(
             database,
             dtype=job.dtype_to_read(),
             memory_map=options.memory_map,
-            verify=verify,
+            verify=options.verify,
         )
     except errors.StoreError:
         raise  # the leaf itself may be intact

@@ -310,6 +310,7 @@ def from_files(
     """
     tasks: list[Callable[[], None]] = []
     check = _metadata_check(raw, database) if verify else None
+    verify = check is not None
     if check is not None and database is None:
         tasks.append(check)
     may_map = memory_map and dtype == form.stored and _storage.of(raw.root).can_map
@@ -456,6 +457,7 @@ def from_database(
 ) -> Reading:
     """Reads `regions`; the tasks of `Databases.readings` must run before the result."""
     check = _metadata_check(raw, database) if verify else None
+    verify = check is not None
     needs = read_plan.find_parts(regions, form.chunk_shape)
     names = {key: zarr_metadata.database_key(raw.name, key) for key in needs}
     for name in names.values():
@@ -494,11 +496,18 @@ def from_database(
     return Reading([], arrays)
 
 
-def _metadata_check(raw: RawArray, database: Database | None) -> Callable[[], None]:
-    """Returns the check of the metadata; requests them from an open database."""
+def _metadata_check(
+    raw: RawArray, database: Database | None
+) -> Callable[[], None] | None:
+    """Returns the check of the metadata, which it requests from an open database.
+
+    None if digests cover the whole database: chunks need no check either.
+    """
     if database is None:
         file = raw.root / raw.name / zarr_metadata.METADATA
         read = functools.partial(chunk_file.read_small, file)
+    elif raw.has_digests:
+        return None
     else:
         name = zarr_metadata.database_key(raw.name, zarr_metadata.METADATA)
         database.request(name, _MAX_METADATA_BYTES)
