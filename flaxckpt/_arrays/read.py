@@ -279,9 +279,9 @@ def _begin(
     except errors.StoreError:
         raise  # the leaf itself may be intact
     except (ValueError, OSError) as error:
-        return read_files.failed_reading(error)
+        return Reading([], dict, [error])
     except MemoryError:
-        return read_files.failed_reading(_util.memory.TooLargeError())
+        return Reading([], dict, [_util.memory.TooLargeError()])
 
 
 def _from_store(job: ReadJob, context: ts.Context, *, verify: bool) -> Reading:

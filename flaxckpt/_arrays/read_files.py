@@ -80,14 +80,6 @@ def _attempt(task: Callable[[], None], errors: list[Exception]) -> None:
         errors.append(_util.memory.TooLargeError())
 
 
-def failed_reading(error: Exception) -> Reading:
-
-    def fail() -> None:
-        raise error
-
-    return Reading([fail], dict)
-
-
 def run(readings: Sequence[Reading], *, in_store: bool = False) -> None:
     tasks = [
         functools.partial(_attempt, task, reading.errors)

@@ -377,12 +377,9 @@ def _verify_own(
     return sorted(
         name
         for name in {*_storage.listing.files_below(path)} - expected
-        if not (_is_marker(name) or name.startswith(unlisted))
+        if not name.startswith(unlisted)
+        and ("/" in name or not _steps.markers.is_marker(name))
     )
-
-
-def _is_marker(name: str) -> bool:
-    return "/" not in name and _steps.markers.is_marker(name)
 
 
 def _check_digest(

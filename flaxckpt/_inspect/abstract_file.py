@@ -100,7 +100,9 @@ def _read_file(file: Path) -> TargetState:
     shown = content.get("leaves") if isinstance(content, dict) else None
     if isinstance(shown, dict) and "format" in content:
         leaves = {
-            path: _parse_leaf(file, path, _type_of(leaf))
+            path: _parse_leaf(
+                file, path, leaf.get("type") if isinstance(leaf, dict) else leaf
+            )
             for path, leaf in shown.items()
         }
         if "structure" not in content:  # printed by flaxckpt 0.1.0
@@ -130,11 +132,6 @@ def _build(file: Path, structure: JSON, leaves: Mapping[str, Any]) -> PyTree:
         f"{file}: structure is not as flaxckpt show --json prints it: {why}; without"
         " structure, the leaves are read into dicts"
     )
-
-
-def _type_of(leaf: object) -> object:
-    """Returns the type of a leaf as printed by `flaxckpt show --json`."""
-    return leaf.get("type") if isinstance(leaf, dict) else leaf
 
 
 def _nest(leaves: Mapping[str, Any]) -> PyTree:

@@ -37,7 +37,7 @@ def check(permissions: object, path: Path | None = None) -> int | None:
         )
     if not isinstance(permissions, int) or isinstance(permissions, bool):
         found = _util.arguments.describe(permissions)
-    elif _is_usable(permissions):
+    elif 0 <= permissions <= _ALL and permissions & PRIVATE == PRIVATE:
         return permissions
     else:
         found = f"{permissions:#o}"
@@ -50,10 +50,6 @@ def check(permissions: object, path: Path | None = None) -> int | None:
         "permissions must be the mode of directories, such as 0o750, with all rights"
         f" for the owner; got {found}"
     )
-
-
-def _is_usable(mode: int) -> bool:
-    return 0 <= mode <= _ALL and mode & PRIVATE == PRIVATE
 
 
 def of_file(mode: int) -> int:

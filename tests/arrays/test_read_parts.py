@@ -680,13 +680,6 @@ def test_raises_first_of_several_errors():
         reading.result()
 
 
-def test_failed_reading_raises_error_without_tasks():
-    reading = read_files.failed_reading(ValueError("no such array"))
-    read_files.run([reading])
-    with pytest.raises(ValueError, match="no such array"):
-        reading.result()
-
-
 @pytest.mark.parametrize(("in_store", "threads"), [(False, 8), (True, 32)])
 def test_reads_more_objects_than_files_concurrently(in_store, threads):
     """All these tasks wait for each other, so that each needs a thread of its own."""
