@@ -302,6 +302,7 @@ def test_click_on_row_or_curve_opens_run(opened):
     page.go_back()
     over = page.locator("figure[data-metric=loss] .u-over")
     over.wait_for()
+    expect(page.locator("#news")).to_have_text("up to date")  # nothing moves any more
     scroll_to(page, "figure[data-metric=loss] .u-over")
     box = over.bounding_box()
     page.mouse.move(box["x"] + 2, box["y"] + box["height"] / 2)

@@ -288,8 +288,6 @@
           },
           points: { size: 9 },
           y: false,
-          // The line is at a step, never between two.
-          move: (plot, left, top) => [left < 0 ? left : plot.valToPos(plot.data[0][plot.posToIdx(left)], "x"), top],
         },
         scales: {
           x: { time: false, range: () => shownRange() },
@@ -387,6 +385,10 @@
       const step = isAway ? null : plot.data[0][index];
       const values = data.runs ? "" : `: ${texts.join(", ")}`; // of runs, the tip has them
       this.output.textContent = texts.length ? `step ${whole(step)}${values}` : "";
+      // The line is at a step, never between two. The cursor itself stays at the pointer:
+      // a click would count as a drag.
+      const line = plot.over.querySelector(".u-cursor-x");
+      if (line && step !== null) line.style.transform = `translate(${plot.valToPos(step, "x")}px, 0)`;
       markLayers(step);
     }
 
