@@ -6,7 +6,8 @@
 "use strict";
 (() => {
   const PALETTE = 12;
-  const LEFT = 62; // the axis of values; all pictures over steps begin here
+  // The axis of values; all pictures over steps begin here.
+  const LEFT = 62;
   const RIGHT = 18;
   const FONT = '11.5px system-ui, "Segoe UI", Roboto, sans-serif';
   // A canvas needs colours without variables: an element of the page resolves them.
@@ -64,10 +65,14 @@
   // ---- what the reader has set --------------------------------------------------------
 
   const view = { range: null, smooth: 0, log: new Map(), hidden: new Set(), open: new Set() };
-  let data = null; // of the page
-  let saved = []; // all its steps, ascending
-  let extent = [0, 1]; // the first and the last step
-  let drawn = []; // what is drawn, each with `draw`
+  // Of the page.
+  let data = null;
+  // All its steps, ascending.
+  let saved = [];
+  // The first and the last step.
+  let extent = [0, 1];
+  // What is drawn, each with `draw`.
+  let drawn = [];
 
   const shownRange = () => view.range ?? extent;
   const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
@@ -88,7 +93,8 @@
     showRange();
     redraw();
     const step = pointed;
-    hideStep(); // the pointer is at another one now
+    // The pointer is at another one now.
+    hideStep();
     window.components.hideTip();
     // The curves change their scales in a microtask.
     if (step !== null && isShown(step)) queueMicrotask(() => showStep(step));
@@ -317,7 +323,8 @@
     draw() {
       if (this.plot === null) this.build();
       else if (this.plot.width !== this.place.clientWidth) this.build();
-      else this.plot.setData(this.plot.data); // scales follow the range
+      // Scales follow the range.
+      else this.plot.setData(this.plot.data);
     }
 
     zoom(plot) {
@@ -348,7 +355,8 @@
       const step = this.plot.data[0][this.plot.posToIdx(x)];
       const shown = data.runs ? this.given.filter((line) => !view.hidden.has(line.name)) : [];
       const places = shown.map((line) => this.plot.valToPos(line.y[line.x.indexOf(step)], "y"));
-      const far = places.map((place) => Math.abs(place - y)); // NaN without a value
+      // NaN without a value.
+      const far = places.map((place) => Math.abs(place - y));
       const least = Math.min(...far.filter((each) => each < 16));
       return shown[far.indexOf(least)];
     }
@@ -485,19 +493,15 @@
   // Fills what is between the lowest and the highest run of a group.
   function shade(plot, { x, low, high, colour }) {
     const context = plot.ctx;
-    const { left, top, width, height } = plot.bbox;
-    context.save();
-    context.beginPath();
-    context.rect(left, top, width, height);
-    context.clip();
-    context.beginPath();
+    const shown = [...x.keys()].filter((n) => isShown(x[n]));
     const go = (value, n) => context.lineTo(plot.valToPos(x[n], "x", true), plot.valToPos(value, "y", true));
-    low.forEach(go);
-    [...high.keys()].reverse().forEach((n) => go(high[n], n));
+    context.beginPath();
+    for (const n of shown) go(low[n], n);
+    for (const n of shown.reverse()) go(high[n], n);
     context.fillStyle = colour;
     context.globalAlpha = 0.16;
     context.fill();
-    context.restore();
+    context.globalAlpha = 1;
   }
 
   // Draws a line through each restart, and shades what is after a divergence.
@@ -541,7 +545,8 @@
     });
   }
 
-  let pointed = null; // the step that a row, a key or a mark shows in all curves
+  // The step that a row, a key or a mark shows in all curves.
+  let pointed = null;
 
   function showStep(step) {
     pointed = step ?? null;
@@ -691,7 +696,8 @@
         this.marks.push([place(step), 15, step, `step ${whole(step)}: ${fateOf(step, state)}`]);
       });
       context.textAlign = "center";
-      const count = new Map(); // events of a step are beside each other
+      // Events of a step are beside each other.
+      const count = new Map();
       for (const [step, kind, text] of events) {
         if (!isShown(step)) continue;
         const x = place(step) + 11 * (count.get(step) ?? 0);
@@ -805,7 +811,8 @@
   // ---- layers -------------------------------------------------------------------------
 
   const DECADES = 6;
-  const HEATS = 4; // the last of the colours
+  // The last of the colours.
+  const HEATS = 4;
 
   // Returns the colour of a cell of the heat map.
   function heat(cell) {
@@ -893,7 +900,8 @@
     return Math.max(...widths) > 8 * least ? Number((least / 8).toPrecision(1)) : 0;
   }
 
-  const PITCH = 17; // of the histograms, in which they overlap
+  // Of the histograms, in which they overlap.
+  const PITCH = 17;
 
   function drawRidge(strip, rows) {
     const [context, width] = strip.begin();
@@ -906,7 +914,7 @@
     const bend = (value) => (unit ? Math.asinh(value / unit) : value);
     const place = (value) => 54 + (bend(value) - bend(low)) / (bend(high) - bend(low) || 1) * (width - 64);
     strip.canvas.dataset.tip = unit
-      ? `The widths differ much, so the axis is logarithmic, to both sides of 0: even up to ±${shortValues([unit])[0]}`
+      ? `The widths differ much, so the axis is logarithmic, but even up to ±${shortValues([unit])[0]}`
       : "One axis for all steps; each histogram is as high as its highest bin";
     rows.forEach(([step, from, to, bins], n) => {
       const base = 18 + (n + 1) * PITCH;
@@ -995,7 +1003,7 @@
         place, metric.name, 260, metric.lines.map((each) => ({
           ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,
           alpha: data.runs.groups.length ? 0.3 : each.live ? 1 : 0.85, state: null,
-        })), data.runs.groups.length ? "the mean of each group, from its lowest to its highest run" : "",
+        })), data.runs.groups.length ? "the mean and the range of each group" : "",
       ));
     },
   };
@@ -1012,7 +1020,8 @@
   }
 
   let text = null;
-  let chosen = null; // the step that the actions are about
+  // The step that the actions are about.
+  let chosen = null;
 
   // Draws what is new; charts of equal data stay as they are.
   function refresh() {
@@ -1135,7 +1144,8 @@
       output.dataset.tip = words;
     } catch {
       delete output.dataset.tip;
-      output.textContent = words; // to be copied by hand
+      // To be copied by hand.
+      output.textContent = words;
     }
   }
 

@@ -90,7 +90,8 @@
     return text === "" || Number.isNaN(number) ? text : number;
   }
 
-  const TEXTS = new Intl.Collator("en", { numeric: true }); // slow to make
+  // Slow to make.
+  const TEXTS = new Intl.Collator("en", { numeric: true });
 
   // Numbers come before texts, and empty cells last in both directions.
   function compare(a, b, sign) {
@@ -150,7 +151,8 @@
   // Hides the rows and leaves that lack a word of the search; opens what has the others.
   function search(input) {
     const scope = input.closest("[data-scope]");
-    const plain = (text) => text.toLowerCase().replaceAll(",", ""); // of thousands
+    // Of thousands.
+    const plain = (text) => text.toLowerCase().replaceAll(",", "");
     const words = plain(input.value).split(/\s+/).filter(Boolean);
     let found = 0;
     let all = 0;
