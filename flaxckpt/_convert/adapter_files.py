@@ -33,13 +33,7 @@ _FIRST = re.compile("base_model/model/(.+)/lora_A/weight")
 
 @dataclasses.dataclass(frozen=True)
 class AdapterFiles:
-    """The files beside the arrays of an adapter.
-
-    Attributes:
-        alpha: The numerator of the factor of all updates; None for the factor 1.
-        base_model: Name or path of the model.
-        settings: Further entries of the configuration.
-    """
+    """The files beside the arrays of an adapter; an `alpha` of None is the factor 1."""
 
     alpha: float | None
     base_model: str | None

@@ -1,8 +1,7 @@
 """Conversion of a checkpoint to another format, piece by piece.
 
-The new checkpoint is written to a temporary directory beside its target until all of it
-is durable. A journal lists the durable pieces, so that the same conversion continues
-after an interruption.
+A journal lists the durable pieces in a temporary directory beside the target, so that
+the same conversion continues after an interruption.
 """
 
 from __future__ import annotations

@@ -50,14 +50,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
-    """The files beside the arrays.
-
-    Attributes:
-        config: Content of `config.json`; None for no such file.
-        others: File name -> content.
-        arrays_name: The beginning of the names of the files of arrays.
-        family: The family of the model, if known, whose sizes the arrays must have.
-    """
+    """The files beside the arrays; those of the `family`, if known, have its sizes."""
 
     config: Mapping[str, Any] | None = None
     others: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -69,10 +62,7 @@ class ModelFiles:
         return [*self.others, *([] if self.config is None else [model_config.NAME])]
 
     def make(self, infos: Sequence[LeafInfo]) -> dict[str, bytes]:
-        """Returns name -> content of all files, for a model with these leaves.
-
-        Raises OptionError if the arrays have other sizes than the config states.
-        """
+        """Returns all files; raises OptionError if sizes of arrays contradict them."""
         if self.config is None:
             return dict(self.others)
         config, dtype = self.config, _widest_dtype(infos)

@@ -92,10 +92,7 @@ takes_options = _util.guessed_names.spell_out(SharedOptions, ConvertOptions)
 
 
 def choose_format(final: Path, format: str | None) -> Any:
-    """Returns `format`, by default from the suffix of the path.
-
-    Raises OptionError if the path has the suffix of another format.
-    """
+    """Returns `format`, by default from the suffix of the path, which must agree."""
     suffix = _SUFFIXES.get(final.suffix)
     if format is None:
         if suffix is None and _ANY_SUFFIX.fullmatch(final.suffix):
@@ -268,10 +265,7 @@ def describe_work(
 
 
 def _programs_digest(state: writers.State) -> str:
-    """Returns a digest of the programs of all computed leaves.
-
-    Random if a program cannot be known: its results are never kept.
-    """
+    """Returns a digest of the programs of computed leaves; random if one is unknown."""
     program = _arrays.lazy.Programs()
     digests = []
     for leaf in state.table.values():

@@ -41,10 +41,7 @@ def changed(stamps: Iterable[_storage.Stamp]) -> list[str]:
 def check_apart(
     final: Path, sources: Iterable[Path], files: Iterable[_storage.Stamp]
 ) -> None:
-    """Raises OptionError if the target is a source, or inside or above one.
-
-    Symlinks are resolved; `files` are the files of the source checkpoints.
-    """
+    """Raises OptionError if the target is a source, or inside or above one."""
     target = _storage.paths.real(final)
     for source in sources:
         real = _storage.paths.real(source)

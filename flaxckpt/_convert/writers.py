@@ -33,9 +33,7 @@ class State:
 
     Attributes:
         table: The leaves, with the chunks to write.
-        strings: Leaf path -> value of the string leaves.
         metadata: Metadata of the source, with the transforms of the conversion.
-        step: Step of the new checkpoint; None for a single checkpoint.
         dataset: File name -> content, of a dataset iterator's state.
         max_shard_bytes: Upper bound on the arrays in one file of several.
         batch_bytes: Upper bound on pieces.

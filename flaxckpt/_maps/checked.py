@@ -94,10 +94,7 @@ _HINTS = {
 
 
 def _describe(config: Mapping[str, Any], condition: str, verdict: str) -> str:
-    """Returns the reason why a condition does not hold.
-
-    `verdict` is the consequence for a model of the class that the configuration names.
-    """
+    """Returns why a condition does not hold, and the `verdict` on such a model."""
     part, key = model_config.find_fault(config, condition)
     if key == "architectures" and (name := model_config.find_class(config)):
         return f"a {name:.80} {verdict}"

@@ -66,10 +66,7 @@ def detect(source: PathLike) -> Detected:
 
 
 def detect_stored(stored: Stored, family: Family | None = None) -> Detected:
-    """Returns the family of a checkpoint; see `detect`.
-
-    `family` is that of a configuration without `model_type`.
-    """
+    """Returns the family; `family` is that of a configuration without `model_type`."""
     if stored.metadata.format == gguf.FORMAT:
         return _detect_gguf(stored)
     path = stored.metadata.path
@@ -196,13 +193,8 @@ def _family_of_names(table: LeafTable) -> Family | None:
 class _Candidate(NamedTuple):
     """A target layout, and how well it fits a state.
 
-    Attributes:
-        options: Further arguments of the family.
-        matched: The number of parameters that it fills.
-        mapped: The number of leaves that it makes of the checkpoint.
-        lacking: The parameters that it does not fill, with their shapes.
-        error: The reason why it does not apply to the checkpoint.
-        prefixes: The containers of the state that it fills equally well.
+    It fills `matched` parameters, and makes `mapped` leaves, in the containers
+    `prefixes`; `error` says why it does not apply.
     """
 
     target: str

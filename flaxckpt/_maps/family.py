@@ -429,10 +429,7 @@ class _Base(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NewNames(TableTransform):
-    """Renames leaves with names of old checkpoints, if there are any.
-
-    The map back keeps the new names, which transformers reads as well.
-    """
+    """Renames leaves of old checkpoints; the map back keeps the new names."""
 
     family: str
     ends: Mapping[str, str]

@@ -142,10 +142,7 @@ def make_config(stored: Stored) -> dict[str, JSON]:
 
 
 def to_published(family: Family, config: Mapping[str, JSON]) -> list[Transform]:
-    """Returns the transforms from the leaves of a GGUF file to published names.
-
-    `config` is that of `make_config`.
-    """
+    """Returns the transforms from the leaves of a GGUF file to published names."""
     if family.name not in _ROWS:
         raise errors.OptionError(f"there is no map from GGUF files for {family.name}")
     of_file = dataclasses.replace(
