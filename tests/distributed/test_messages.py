@@ -161,8 +161,17 @@ def test_process_that_has_opened_as_much_is_waited_for(tmp_path):
     for group in (first, second):
         group.note_opened(WORK)
     second.note_refused(WORK, OptionError("a second object, only here"))
+    look = first.store.list
     with begin(second) as joined, begin(first) as operation:
-        joined.report("one")
+
+        def look_and_report(prefix):  # only then does the second come
+            found = look(prefix)
+            if "refused" in prefix:
+                assert found
+                joined.report("one")
+            return found
+
+        first.store.list = look_and_report
         operation.gather("one")
 
 
