@@ -65,9 +65,9 @@ class Piece(NamedTuple):
 
 
 def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]:
-    """Cuts a leaf into pieces of at most `max_bytes`, as read and as written.
+    """Cuts a leaf into pieces of at most `max_bytes`, if chunks allow.
 
-    Chunks of the shape `chunk_shape` stay whole; None for no chunks.
+    Pieces as read and as written count. Chunks of `chunk_shape` stay whole, if given.
     """
     shape = leaf.info.stored_shape
     whole = Piece(leaf, metadata.whole(shape))
@@ -83,7 +83,7 @@ def cut(leaf: Leaf, *, chunk_shape: Shape | None, max_bytes: int) -> list[Piece]
 
 
 class _Cuts(NamedTuple):
-    """Parameters for cutting an array; chunks stay whole, or are read at once."""
+    """How to cut an array: `chunk_shape` stays whole, `read_chunk` is read at once."""
 
     shape: Shape
     chunk_shape: Shape | None
@@ -93,7 +93,7 @@ class _Cuts(NamedTuple):
 
 
 def _regions(cuts: _Cuts, outer: Region) -> Iterator[Region]:
-    """Yields regions in C order; one that is cut has a single row on axes before."""
+    """Yields regions in C order, within the bounds `outer` of the first axes."""
     shape, axis = cuts.shape, len(outer)
     rest = shape[axis:]
     rows = math.prod(metadata.extent(outer))

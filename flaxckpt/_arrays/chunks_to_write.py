@@ -1,4 +1,4 @@
-"""The chunks of arrays in host memory, as they are to be stored; views if possible."""
+"""Prepares chunks of arrays in host memory for writing, without copies if possible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COPIES_IN_REQUESTS = 3
 
 
 class ChunkToWrite(NamedTuple):
-    """A chunk to write; `data` has no padding, `size` no checksum."""
+    """A chunk to write: `data` lacks its padding, and `size` (bytes) its checksum."""
 
     array: HostArray
     shard: HostShard
@@ -47,7 +47,7 @@ class ChunkToWrite(NamedTuple):
     def parts_and_checksums(
         self, encoding: Encoding, segment_bytes: int
     ) -> tuple[list[memoryview], bytes]:
-        """Returns the bytes with padding, as views, and the checksums of segments."""
+        """Returns the bytes to store, and the packed checksums of the segments."""
         parts = self._content()
         if not encoding.checksum:
             return parts, b""

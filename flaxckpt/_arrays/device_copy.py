@@ -21,8 +21,9 @@ _log = logging.getLogger(__name__)
 class DeviceCopy:
     """A copy of an array within its device, perhaps in progress.
 
-    Keeps the original until the copy is whole: a lack of memory may show late. `value`
-    is the copy, or what shares its memory; after a failure, the original.
+    Keeps the original until the copy is whole: a device may report a lack of memory
+    late. `value` is the copy, an array in its memory, or, after a failure, the
+    original.
     """
 
     __slots__ = ("_copy", "_original", "value")
@@ -41,7 +42,7 @@ class DeviceCopy:
         return self._copy.nbytes
 
     def wait(self) -> None:
-        """Waits for the copy; RuntimeError if it failed and the original is gone."""
+        """Waits; raises RuntimeError if the copy failed and the original is gone."""
         try:
             jax.block_until_ready(self.value)
         except RuntimeError as error:
@@ -63,8 +64,9 @@ def copy(
 ) -> list[DeviceCopy | jax.Array] | None:
     """Copies arrays of one device each within their memory, without waiting.
 
-    The arrays may be donated after the call. With `needs_room`, copies only if a
-    training step has enough memory beside them; None if the memory does not suffice.
+    Runs a program on each device alone, so that processes need not agree on an order.
+    The arrays may be donated after the call. Returns None if the memory does not
+    suffice; with `needs_room`, a training step must have enough beside the copies.
     """
     if needs_room and not device_memory.has_room(arrays):
         _log.debug("no memory on devices for a snapshot of %d arrays", len(arrays))
@@ -106,8 +108,8 @@ def _copy_beside(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def _program(device: jax.Device) -> Any:
     """Returns a compiled function that copies a list of arrays on a device.
 
-    It takes a tenth of the time of `device_put`. Uncommitted arrays would move without
-    the device.
+    A call takes a tenth of the time of `device_put`. Without the device, arrays that
+    are not committed would move to the default device.
     """
     return jax.jit(
         lambda arrays: [jnp.copy(array) for array in arrays],

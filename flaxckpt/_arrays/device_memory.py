@@ -21,8 +21,8 @@ _largest: collections.defaultdict[jax.Device, int] = collections.defaultdict(int
 def has_room(arrays: Sequence[jax.Array]) -> bool:
     """Returns True if all devices have memory for copies of `arrays` beside a step.
 
-    The peak counts, less the copies of earlier saves. False if the memory is unknown,
-    as of CPUs.
+    The peak counts, less copies of earlier saves, as memory is less full between steps.
+    Returns False if a device does not report its memory, as CPUs.
     """
     return all(
         _has_room(device.memory_stats() or {}, size, _largest[device])

@@ -28,7 +28,7 @@ def write_encoded(
     encoding: Encoding,
     report: _util.progress.Count,
 ) -> None:
-    """Writes arrays, or parts, of `ENCODED_AT_ONCE` bytes at most, by TensorStore."""
+    """Writes arrays or their parts, at most `ENCODED_AT_ONCE` bytes, by TensorStore."""
     if arrays:
         _storage.store_requests.use_threads()
     context = _storage.store_requests.context()

@@ -30,7 +30,7 @@ _AT_ONCE = 256 * 2**20
 
 @to_device.any_values()
 def evaluate_state(table: LeafTable) -> LeafTable:
-    """Returns the leaf table of a state with computed leaves evaluated, without jit."""
+    """Evaluates the computed leaves, without jit: every save makes new functions."""
     for leaf in table.values():
         _check_no_stored(leaf)
     differences: list[_Difference] = []

@@ -1,4 +1,4 @@
-"""Computed leaves, functions of others, traced for their shapes before any read."""
+"""Defines computed leaves: functions of other leaves, traced before any is read."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ _ADVICE = (
 
 
 class _Computation:
-    """Function from the sources of several leaves to a leaf, in 64 bits if wide.
+    """Function from the sources of several leaves to a leaf, in 64 bits if `is_wide`.
 
-    With `advice` on what to do if not, all leaves must have equal values.
+    With `advice`, all leaves must have equal values; it says what to do if not.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ def value_fn(leaf: Leaf) -> Fn:
 
 
 def _carried_fn(leaf: Leaf) -> Fn:
-    """Returns the function from the sources of a leaf to its values, not rounded."""
+    """Returns the function from a leaf's sources to values that are not yet rounded."""
     fn, info = leaf.fn, leaf.info
 
     def value(*args: jax.Array) -> jax.Array:

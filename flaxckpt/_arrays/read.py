@@ -120,7 +120,7 @@ def open_one(stored: StoredLeaf) -> ts.TensorStore:
 def open_checked(
     stored: StoredLeaf, context: ts.Context, *, verify: bool = True
 ) -> ts.TensorStore:
-    """Opens a stored array, and checks it; raises ValueError or OSError."""
+    """Opens an array that must be as recorded; raises ValueError or OSError if not."""
     assert stored.open is not None, stored
     _storage.store_requests.use_threads()
     store = _storage.paths.result(stored.open(context), stored.root)
@@ -321,7 +321,7 @@ def open_zarr(
     ocdbt: bool,
     strict: bool,
 ) -> ts.Future[ts.TensorStore]:
-    """Opens a zarr array, read-only; if `strict`, a missing chunk is an error."""
+    """Opens a zarr array to read; missing chunks are errors if `strict`, else zeros."""
     spec: dict[str, JSON] = {
         "driver": "zarr3" if version == 3 else "zarr",
         "kvstore": metadata.kvstore(root, name, ocdbt=ocdbt),

@@ -58,7 +58,7 @@ _SMALL_BYTES = 2**20
 
 @dataclasses.dataclass(slots=True)
 class Reading:
-    """A read in progress: `run` the tasks, then `result`, which raises their errors."""
+    """A read of a leaf: `run` its tasks, then call `result`, which raises errors."""
 
     tasks: Sequence[Callable[[], None]]
     arrays: Callable[[], Mapping[Region, Array]]
@@ -120,14 +120,14 @@ class Database:
         self._read: dict[str, bytes | Exception] = {}
 
     def find(self, key: str) -> Value:
-        """Returns a value in the index, or the place of another; ValueError if lost."""
+        """Returns a value, or its place; raises ValueError if it is missing."""
         found = self._index.find(key)
         if isinstance(found, Place) and self._sizes is not None:
             self._check_place(found, self._sizes)
         return found
 
     def holds(self, key: str) -> bool:
-        """Returns True for a value in the index; ValueError if it is missing."""
+        """Returns True if a value is in the index; raises ValueError if missing."""
         return isinstance(self._index.find(key), bytes)
 
     def _check_place(self, place: Place, sizes: Mapping[str, int]) -> None:
@@ -155,7 +155,7 @@ class Database:
         return found
 
     def request(self, key: str, max_bytes: int) -> None:
-        """Requests a value; `value` must be called as often, as leaves share arrays."""
+        """Requests a value for one call of `value`, or raises ValueError."""
         found = self.find(key)
         if isinstance(found, bytes):
             self._read[key] = found
@@ -226,9 +226,9 @@ class Databases:
         check: Callable[[], None] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> Database:
-        """Returns the opened database; ValueError or OSError if `check` fails.
+        """Returns the opened database, or raises ValueError or OSError.
 
-        Also if a link in the database leaves `checkpoint`, or it is missing.
+        Causes are `check`, a missing file, and a link that leaves `checkpoint`.
         """
         opened = self._opened.get(root)
         if opened is None:
@@ -253,7 +253,7 @@ class Databases:
 
 
 def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> None:
-    """Raises ValueError for a changed or larger file of arrays, OSError if missing."""
+    """Raises ValueError if a file has changed or is too large, OSError if missing."""
     digest_file = _storage.of(root).digest_file
 
     def check(name: str) -> None:
@@ -266,7 +266,7 @@ def check_digests(root: Path, digests: Mapping[str, str], *, max_bytes: int) -> 
 
 
 def find_files(jobs: Iterable[ReadJob]) -> set[Path]:
-    """Returns the files that a read opens, apart from indexes, which are read."""
+    """Returns the files that a read opens, without the indexes, which this reads."""
     databases, found = Databases(), set()
     for job in jobs:
         raw, stored = job.stored.raw, job.stored
@@ -515,7 +515,7 @@ def from_span(
 ) -> Reading:
     """Reads `regions` of an array, cast to `dtype`, from a byte range.
 
-    Raises OSError if the file has changed since its header was read, and TooLargeError.
+    Raises OSError if the file has changed, and TooLargeError if memory is not free.
     """
     may_map = memory_map and dtype == span.dtype
     mapped = map_values(span) if may_map else None
@@ -571,7 +571,7 @@ def read_into(target: Array, span: Span, origin: Sequence[int]) -> None:
 
 
 def map_values(span: Span) -> Array | None:
-    """Maps the whole array, copy-on-write, or returns None; OSError if it changed."""
+    """Maps an array, copy-on-write, or returns None; raises OSError if it changed."""
     if not span.is_replaced_only or span.pieces or span.is_big_endian:
         return None
     if span.offset % chunk_file.ALIGNMENT or span.nbytes < chunk_file.MAPPED_FROM:

@@ -31,7 +31,7 @@ def divide(jobs: Sequence[ReadJob]) -> list[ReadJob]:
 
 
 def divided_sharding(info: LeafInfo) -> NamedSharding | None:
-    """Returns a sharding of a leaf with fewer replicas; None without a benefit."""
+    """Returns a sharding with fewer replicas, or None if that would save nothing."""
     sharding = info.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -80,7 +80,7 @@ def gather(
 ) -> dict[LeafPath, Any]:
     """Returns values with the caller's shardings, from values read in parts.
 
-    All processes must call this at the same point, as devices exchange the parts.
+    All processes call this at the same point, with the `jobs` from before `divide`.
     """
     parts = {
         job.wanted.path: job.wanted.sharding

@@ -1,4 +1,4 @@
-"""What a read reads: the parts of leaves, of chunks and of byte ranges. Pure."""
+"""Plans a read: the parts of leaves, of chunks and of byte ranges. Pure."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ChunkForm:
         self.stored_bytes = self.chunk_bytes + checksum_bytes
 
     def values(self, content: Bytes, region: Region) -> Array:
-        """Returns the values of `region` in chunks, from its first chunk on."""
+        """Returns the values of `region`; `content` begins with its first chunk."""
         if region == self.only_chunk:
             return content.view(self.dtype).reshape(self.shape)
         rows = content.view(self.dtype).reshape((-1, *self.chunk_shape[1:]))
@@ -160,7 +160,7 @@ class ChunkForm:
     ) -> list[tuple[int, int]]:
         """Returns the ranges of bytes of a chunk that cover regions of the array in it.
 
-        They begin and end at multiples of `at_once`, and include smaller gaps.
+        They begin and end at multiples of `at_once`, and include gaps to `least_gap`.
         """
         if any(zarr_metadata.extent(r) == self.chunk_shape for r in regions):
             return [(0, self.chunk_bytes)]
@@ -185,7 +185,7 @@ class ChunkForm:
     def _runs(
         self, inner: Sequence[tuple[int, int]], gap: int
     ) -> Iterator[tuple[int, int]]:
-        """Yields the runs of bytes of a box in the chunk; they include smaller gaps."""
+        """Yields runs of bytes that cover a box in the chunk, with gaps below `gap`."""
         run, stride = self.dtype.itemsize, self.dtype.itemsize
         first = 0
         steps: list[tuple[int, int]] = []  # (runs, stride) of the outer axes

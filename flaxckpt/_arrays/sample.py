@@ -42,7 +42,7 @@ _RUN = 256
 
 
 class Sampler:
-    """Samples the arrays of a save in the fraction `share` of the time it has taken."""
+    """Samples arrays of a save, for the fraction `share` of the time it has taken."""
 
     def __init__(
         self, share: float = SHARE, clock: Callable[[], float] = time.perf_counter
@@ -93,7 +93,7 @@ class Sampler:
 
 @functools.lru_cache(maxsize=4)  # the saves of a run have the same arrays
 def _rank(sizes: Sequence[tuple[str, int]]) -> list[str]:
-    """Returns the names of arrays, given with their sizes, those to sample first.
+    """Returns the names of arrays in the order in which they are sampled.
 
     The layers of a model take turns, and in each turn the parts of a layer; the largest
     array of each comes first. The optimizer is last.
@@ -136,8 +136,8 @@ def _sample(array: HostArray, most: int) -> Array:
 def _spread(values: Array, most: int) -> Array:
     """Returns runs of adjacent values, one from each of equal parts of the array.
 
-    Its place in a part is random, as equal distances could be multiples of a row's
-    length; and the same at each save.
+    The place of a run in its part is random, as equal distances could be multiples of a
+    row's length, and the same at each save.
     """
     if len(values) <= most:
         return values
@@ -157,7 +157,7 @@ def _to_float(values: Array) -> Array:
 
 
 def _summarize(parts: Sequence[Array], counts: Sequence[int]) -> list[LeafSample]:
-    """Returns the statistics of each part, all at once, of arrays of these sizes."""
+    """Returns the statistics of all parts; `counts` are the sizes of their arrays."""
     sizes = np.array([len(part) for part in parts])
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     values = np.concatenate(parts)

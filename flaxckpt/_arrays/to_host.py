@@ -96,8 +96,8 @@ def to_host(
     A jax array on the CPU is viewed, not copied: while the view exists, jax gives a
     donated array new memory. Arrays on accelerators are copied, all at once; see
     `_copy`. A numpy array is copied, because its owner may change it. `places` are
-    those of the writing replicas. Raises UnsupportedLeafError for a leaf that is
-    abstract, donated or deleted.
+    those of the writing replicas; `memory` is the `snapshot` of a `Checkpointer`.
+    Raises UnsupportedLeafError for a leaf that is abstract, donated or deleted.
     """
     views = memory != "device"
     faults: dict[LeafPath, str] = {}
@@ -148,7 +148,7 @@ def staged(
 ) -> Generator[list[HostArray], None, None]:
     """Yields all arrays in batches, in host memory until the next batch is asked for.
 
-    Arrays on devices are moved in batches of `max_bytes`, while the caller works.
+    Arrays on devices come in batches of `max_bytes`, moved while the caller works.
     Raises RuntimeError if the values are the result of a failed computation.
     """
     arrays = list(arrays)
@@ -240,8 +240,8 @@ def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard
 def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
     """Starts transfers of arrays of one device each to the host, all concurrently.
 
-    Returns copies in pinned host memory, and True; or the arrays, and False.
-    `np.asarray` waits in both cases.
+    Returns copies in pinned host memory, and True; or, without such memory, the arrays,
+    and False. `np.asarray` waits in both cases.
     """
     pinned = [_pinned(array.sharding) for array in arrays]
     if all(pinned):
@@ -265,7 +265,7 @@ def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool
 
 
 def _own_values(array: jax.Array) -> Array:
-    """Returns a copy, or a view on the CPU: pinned memory could not be donated then."""
+    """Returns a view on the CPU, else a copy: views of pinned memory bar a donation."""
     if device_memory.is_beside(array) and not _is_on_cpu(array.sharding):
         return np.array(array)
     return np.asarray(array)

@@ -13,7 +13,7 @@ from flaxckpt._zarr.metadata import Array, Region
 
 
 def assemble(blocks: Mapping[Region, Array], found: LeafInfo, wanted: LeafInfo) -> Any:
-    """Returns a leaf as `wanted`, of regions; OverflowError for too large numbers."""
+    """Makes a leaf as `wanted`; raises OverflowError if a number is too large."""
     if wanted.kind == "prng_key":
         from flaxckpt._arrays import to_device
 

@@ -77,7 +77,7 @@ class WriteOptions(NamedTuple):
 
 
 class FileSizes(NamedTuple):
-    """The sizes, in bytes, from which an array has `own` files, and files are full."""
+    """Bytes from which an array has its `own` files, and a file is `full`."""
 
     own: int
     full: int
@@ -85,7 +85,7 @@ class FileSizes(NamedTuple):
 
 
 def choose_sizes(total_bytes: int, *, in_store: bool = False) -> FileSizes:
-    """Returns the sizes of files for these bytes of all arrays of the checkpoint."""
+    """Returns the sizes of files; `total_bytes` are of all arrays of the checkpoint."""
     own = max(_OWN_FILE_BYTES, total_bytes // _LARGE_FILES)
     if in_store:
         return FileSizes(own, _FILE_BYTES, _FILE_BYTES)

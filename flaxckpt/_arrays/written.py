@@ -21,8 +21,9 @@ Checksums: TypeAlias = dict[str, dict[str, bytes]]
 class Previous(NamedTuple):
     """The arrays of an earlier checkpoint, to link unchanged files.
 
-    `sources` are name -> the saved jax array and its saved type; `file_mode` is that of
-    files that may be linked, as names of a file share it; None for any.
+    `sources` maps names to the saved jax array and type; `stamp` detects a replaced
+    checkpoint. Linked files must have `file_mode`, if given, as names of a file share
+    it.
     """
 
     root: Path

@@ -41,8 +41,8 @@ class StoredFile(NamedTuple):
 class Inventory(NamedTuple):
     """The files of a checkpoint, except metrics, markers and the commit marker.
 
-    `unlisted` items have files of arrays that the manifest does not name, of these many
-    bytes at least.
+    `unlisted` maps items whose files of arrays the manifest does not name to the least
+    bytes of these files.
     """
 
     files: Mapping[str, StoredFile]
@@ -93,7 +93,7 @@ def _files_of_array(
 
 
 def array_files(encoding: Encoding, info: LeafInfo) -> list[str]:
-    """Returns the names of an array's metadata file and chunk files, or their keys."""
+    """Returns the names of an array's metadata file, and then of its chunk files."""
     is_zarr_2 = encoding.version == 2
     return [
         _zarr.metadata.METADATA_FILES[encoding.version],

@@ -89,7 +89,7 @@ class OptimizerMatcher:
         self._known = known
 
     def find(self, path: LeafPath) -> list[LeafPath]:
-        """Returns the stored leaves that may match; several if it is ambiguous."""
+        """Returns stored leaves that may match: several, or one twice, if ambiguous."""
         known = self._known[path]
         if not known.fields:
             return self._outside_of_transforms(path)
@@ -221,7 +221,7 @@ class OptimizerMatcher:
 
     @_util.forks.lazy
     def _classes(self) -> dict[LeafPath, str]:
-        """Path -> class of containers with a class, and leaves without roles."""
+        """Path -> class of stored containers that have a class, and no roles."""
         known = {place for _, _, place in self._places}
         wrappers = {above for place in known for above in _state.tree.prefixes(place)}
         return {
@@ -303,7 +303,7 @@ class OptimizerMatcher:
         return children
 
     def _alike(self, kind: _Kind) -> list[LeafPath]:
-        """Returns the states with the fields of `kind`, of unknown class on a side."""
+        """Returns the states that fit `kind` by fields, as a class is not known."""
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
         alike = _within(kind.optimizer, places)
@@ -496,7 +496,7 @@ class OptimizerMatcher:
     def _with_moments(
         self, transform: _Transform, places: Sequence[LeafPath]
     ) -> list[LeafPath]:
-        """Returns the stored states with a moment of a transform, or all states."""
+        """Returns stored states with a moment of a transform; all if it has none."""
         if not transform.moments:
             return list(places)
         return [place for place in places if self._has_moment(transform, place)]

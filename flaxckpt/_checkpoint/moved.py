@@ -116,7 +116,7 @@ _Move: TypeAlias = tuple[LeafPath, LeafPath]
 def _find_moves(
     lacking: Mapping[LeafPath, LeafInfo], free: Mapping[LeafPath, LeafInfo]
 ) -> dict[_Move, list[LeafPath]]:
-    """Returns moves to where most names at the end, then at the start, are equal."""
+    """Finds moves: to the path with most equal names at its end, then at its start."""
     by_end: dict[tuple[LeafPath, tuple[int, ...] | None], list[_Parts]] = {}
     for parts, path in sorted((tuple(path.split("/")), path) for path in free):
         for end in _state.tree.suffixes(path):

@@ -24,8 +24,8 @@ def init_leaves(
 ) -> tuple[dict[LeafPath, Any], list[LeafPath]]:
     """Returns the initialized leaves of a recipe, and the paths of those kept.
 
-    Leaves that `tx.init` does not make keep the values of the abstract state; raises
-    RestoreMismatchError without values.
+    Leaves that `tx.init` does not make keep their values in the abstract state. Raises
+    RestoreMismatchError if they have none there.
     """
     assert recipe.flat is not None
     initial = _init_optimizers(abstract_state, restored)

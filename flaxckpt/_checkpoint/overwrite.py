@@ -194,7 +194,7 @@ def find_foreign(step: Path) -> list[str]:
 
 
 def set_aside(final: Path) -> None:
-    """Renames a damaged step with foreign files; CheckpointExistsError in a store."""
+    """Renames a damaged step with foreign files, or raises CheckpointExistsError."""
     try:
         check_replaceable(final)
     except errors.CheckpointExistsError:
@@ -221,7 +221,7 @@ _NUMBERS = tuple(f"{number}." for number in range(2, 1000))
 def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
     """Returns the files in a directory that do not belong to the checkpoint, if any.
 
-    A directory with foreign files only, or empty, is listed instead of its files.
+    An empty directory, or one with foreign files only, is listed without its files.
     """
     is_orbax = _is_orbax(directory)
     if not is_orbax and not of_any_format:

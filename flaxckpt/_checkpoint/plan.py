@@ -153,8 +153,8 @@ class RestorePlan:
     def _rows(self) -> list[tuple[str, ...]]:
         """Returns a header, and rows of all leaves with other actions than `loaded`.
 
-        Conflicts and missing leaves come first; leaves that differ in numbers share
-        one.
+        Conflicts and missing leaves come first. Leaves whose paths differ only in
+        numbers share a row.
         """
         problems = {problem.leaf: problem for problem in self.problems}
         leaves = [

@@ -216,7 +216,7 @@ def _plan_all(stored: Stored, table: LeafTable) -> tuple[RestorePlan, Recipe]:
 
 
 class _RecipeBuilder:
-    """Collects the leaves of a recipe; counts sources that leaves share once."""
+    """Collects a recipe and its bytes to read; sources that leaves share count once."""
 
     def __init__(self) -> None:
         self.given: dict[LeafPath, Any] = {}
@@ -451,7 +451,7 @@ class _Planner:
         return {branch: i for branch, i in branches.items() if i not in left_out}
 
     def _candidates(self, path: LeafPath) -> list[LeafPath]:
-        """Returns stored leaves that may match, by path; of optimizers, by role."""
+        """Returns stored leaves that may match: by path, in optimizers by role."""
         if path in self._facts and self._options.optimizer != "exact":
             return self._matcher.find(path)
         exact = self._paths.find(path)

@@ -428,7 +428,7 @@ class Restore:
     """A planned restore: call `read`, then `compute`, then `build`.
 
     With several processes, all call `compute` at the same place of the program; `read`
-    communicates with none, so that it may run on a thread of its own.
+    does not communicate, so that it may run on a thread of its own.
     """
 
     def __init__(
@@ -595,7 +595,7 @@ def restore(
     has_read: Callable[[], object] = lambda: None,
     fetch: Fetch | None = None,
 ) -> PyTree:
-    """Loads the leaves of `abstract_state`, or all leaves without an abstract state."""
+    """Loads the leaves of `abstract_state`, or all; calls `has_read` after the read."""
     planned = Restore(stored, abstract_state, options, counter)
     with _util.progress.bar(counter):
         if fetch is None:
@@ -654,7 +654,7 @@ def _failed_build_reported(path: str) -> Iterator[None]:
 
 
 def restore_dataset(stored: Stored, iterator: Any) -> None:
-    """Moves a dataset iterator to the saved position; DatasetStateError without one."""
+    """Moves an iterator to its saved position, or raises DatasetStateError."""
     path = _storage.paths.from_text(stored.metadata.path)
     if stored.items.dataset in stored.metadata.deleted_items:
         reason = (
@@ -752,7 +752,7 @@ def _list_static(
 
 
 def find_converted(planned: RestorePlan) -> list[tuple[LeafPath, str]]:
-    """Returns the leaves with another type, and both types; not of Python integers."""
+    """Returns leaves, no Python integers, that get another type, with both types."""
     return [
         (path, f"{leaf.found.dtype} to {leaf.wanted.dtype}")
         for path, leaf in planned.leaves.items()

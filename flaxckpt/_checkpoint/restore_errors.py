@@ -171,7 +171,7 @@ def _advise(
     *,
     has_state: bool,
 ) -> str:
-    """Returns advice on problems without their own; `groups` are leaves that moved."""
+    """Returns advice on problems that have none; `groups` are leaves that moved."""
     problems = planned.problems
     kinds = {problem.kind for problem in problems}
     if "too_wide" in kinds:
@@ -224,7 +224,7 @@ def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
 
 
 def _find_drops(planned: RestorePlan) -> tuple[str, ...]:
-    """Returns patterns of the parameters of other shapes, such as of a head, if few."""
+    """Returns patterns of parameters with other shapes, as a head; none if many."""
     other = {
         path
         for path, leaf in planned.leaves.items()

@@ -413,7 +413,7 @@ def _step_around(item: Path) -> int | None:
 
 
 def copy_json(value: Mapping[str, JSON], what: str = "metadata") -> dict[str, JSON]:
-    """Returns a deep copy of a user's JSON; OptionError if readers would refuse it."""
+    """Copies a user's JSON deeply, or raises OptionError if readers would refuse it."""
     try:
         if not isinstance(value, Mapping):
             raise ValueError(f"{what} is a {type(value).__name__}")

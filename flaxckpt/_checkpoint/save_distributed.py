@@ -128,7 +128,8 @@ def write_snapshot(
 ) -> WrittenFiles:
     """Writes this process's part of a snapshot; process 0 commits the checkpoint.
 
-    Nothing is kept if a process could not write, is gone, or has cancelled the save.
+    The returned size is that of the whole checkpoint, equal in all processes. Nothing
+    is kept if a process could not write, is gone, or has cancelled the save.
     """
     operation = snapshot.request.operation
     assert operation is not None
@@ -200,7 +201,7 @@ def _write_part(
     previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> dict[str, JSON]:
-    """Writes the chunks and the dataset state of this process; returns the report."""
+    """Writes this process's chunks and dataset state durably, and returns a report."""
     contents = snapshot.contents
     arrays = commit.write_arrays(snapshot, temporary, previous, operation.check)
     dataset = contents.manifest.items.dataset
@@ -291,7 +292,7 @@ def _write_first(
     previous: _arrays.written.Previous | None,
     operation: Operation,
 ) -> tuple[dict[str, bytes], _Parts]:
-    """Writes the part of process 0, and sends the metadata to the others."""
+    """Writes process 0's part and sends the metadata; returns last files and parts."""
     files, arrays = commit.write_files(snapshot, transaction, previous)
     reports = operation.gather("written")
     digests = _collect(reports, arrays)

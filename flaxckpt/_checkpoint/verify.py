@@ -85,7 +85,7 @@ def verify_checkpoint(
     thorough: bool = True,
     counter: _util.progress.Counter | None = None,
 ) -> verify_report.VerifyReport:
-    """Verifies a checkpoint; unless `thorough`, until the first problem.
+    """Verifies a checkpoint, up to the first problem unless `thorough`.
 
     An error of `counter.add`, called with the bytes read, ends the verification.
     """
@@ -201,7 +201,7 @@ def find_faults(
 
 
 def find_damage(path: Path, step: int | None) -> str | None:
-    """Returns a short description of proved damage; None without, or if unreadable."""
+    """Returns a short text on proved damage, or None, also if it cannot be read now."""
     try:
         report = verify_checkpoint(path, step, thorough=False)
     except (errors.CheckpointError, OSError) as error:
@@ -429,9 +429,9 @@ def _metrics_checks(
 def _verify_foreign(
     path: Path, stored: Stored, findings: verify_report.Findings
 ) -> list[str]:
-    """Reads and decodes every array of another format; items in ours are compared.
+    """Decodes every array of another format; compares checksums of items in our own.
 
-    Returns the files in these items that are not part of them.
+    Returns the files in items of our own that are not part of them.
     """
     leaves = {
         p: leaf for p, leaf in stored.table.items() if verify_arrays.is_array(leaf)

@@ -223,7 +223,7 @@ def is_array(leaf: Leaf) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """A chunk as it must be; `size` is 0 if it varies."""
+    """A chunk as it must be; its stored `size` is 0 if that varies."""
 
     key: str
     region: Region
@@ -324,7 +324,7 @@ def _check_chunk_file(
 
 
 class FileCheck:
-    """The check of a file with chunks of several leaves, from beginning to end."""
+    """Checks a file with chunks of several leaves; `size` is None if it has others."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class VerifyReport:
     def summary(self) -> str:
         """A line with the number of unreadable leaves and the files that cause this.
 
-        Empty if all leaves can be read.
+        It is empty if all leaves can be read.
         """
         if self.leaves is None:
             return "" if self.ok else "no leaf can be read"
@@ -192,7 +192,7 @@ class Findings:
                 self.places.setdefault(name, place)
 
     def take(self, other: Findings, item: str, names: Mapping[str, str]) -> None:
-        """Adds the findings in an item; `names` are those here of names in the item."""
+        """Adds the findings in an item; `names` maps its names to those here."""
         for mine, findings in (
             (self.problems, other.problems),
             (self.unread, other.unread),
