@@ -197,7 +197,7 @@ def _choose_items(
 ) -> Items:
     """Returns the items of the new checkpoint.
 
-    By default the items of the source that have leaves, or a single item if the leaves
+    By default they are those of the source with leaves, or a single item if the leaves
     cannot be in these items, as after a transform.
     """
     names = _formats.native_names

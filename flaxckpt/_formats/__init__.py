@@ -250,7 +250,7 @@ def _explain_unrecognised(path: Path) -> NoReturn:
 
 
 def _suggest_near(path: Path) -> str:
-    """Returns a question with an existing path of the same numbers, like `path`."""
+    """Returns a question about an existing path whose names, not numbers, differ."""
     storage = _storage.of(path)
     if storage.costs_requests:
         return ""

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 def split(
     names: Iterable[str], separator: str, file: Path
 ) -> dict[str, tuple[_state.tree.Key, ...]]:
-    """Returns name -> keys, its parts; whole, with a warning, if they are ambiguous."""
+    """Returns name -> its parts as keys; warns, and keeps names whole, if ambiguous."""
     names = list(names)
     is_deep = any(n.count(separator) >= _state.tree.MAX_DEPTH // 2 for n in names)
     parts_of = {name: [name] if is_deep else name.split(separator) for name in names}

@@ -147,10 +147,10 @@ def inside(files: Mapping[str, _T], item: str) -> dict[str, _T]:
 
 
 def find_item(path: Path) -> Path | None:
-    """Returns the directory of a tree of arrays, or of a JSON item; None without it.
+    """Returns the directory of the tree of arrays, or of a JSON item, or None.
 
-    On an object store, only with a commit marker. Raises CheckpointFormatError if the
-    checkpoint is of other items only.
+    In an object store, an item counts only with a commit marker. Raises
+    CheckpointFormatError if all items are of other kinds.
     """
 
     def is_committed() -> bool:  # asked last: the parent may cost a request
@@ -356,7 +356,7 @@ def read_json_items(
 
 
 def describe_damage(error: errors.DamagedCheckpointError) -> str:
-    """Returns why an item cannot be read; raises an error that proves no damage."""
+    """Returns why an item cannot be read; raises `error` if it proves no damage."""
     if _storage.read_errors.is_unread(error):
         raise error
     return f"cannot be read: {errors.one_line(error)}"
@@ -377,7 +377,7 @@ def check_digest(
     *,
     record: Path | None = None,
 ) -> None:
-    """Compares a file with its recorded digest, if any; reads it without `content`.
+    """Compares a file, or its `content`, with its recorded digest, if there is one.
 
     `record` is the file with the digest, if nothing proves that it is whole.
     """

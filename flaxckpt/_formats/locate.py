@@ -29,7 +29,7 @@ class Located(NamedTuple):
     detected: _formats.DetectedFormat
 
     def open(self, types: Sequence[type] = ()) -> Stored:
-        """Reads everything but the arrays; `types` may be named in the checkpoint.
+        """Reads all but the arrays; the checkpoint may name the caller's `types`.
 
         Raises CheckpointNotFoundError if it was deleted since; CheckpointFormatError if
         it is of an unsupported kind; DamagedCheckpointError if it is not intact, was
@@ -78,7 +78,7 @@ def read_metadata(
 def open_without_classes(
     path: PathLike, step: int | None = None, *, step_format: str | None = None
 ) -> Stored:
-    """Locates a checkpoint and reads all but arrays, with dicts for all classes."""
+    """Locates and reads all but arrays; imports no class, builds dicts and lists."""
     return _open(path, step, step_format, None)[1]
 
 

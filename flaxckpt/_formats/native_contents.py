@@ -53,7 +53,7 @@ class Contents:
 
 
 def make_files(contents: Contents) -> dict[str, bytes]:
-    """Returns the files without arrays and those of `seal`: relative path -> content.
+    """Returns path -> content of the files that are neither arrays nor of `seal`.
 
     Raises SaveFailedError if `read` would not accept a file.
     """
@@ -103,7 +103,7 @@ def make_files(contents: Contents) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _trial_parse(name: str) -> Iterator[Callable[[bytes], dict[str, Any]]]:
-    """Context with the parser of readers for a file; it raises SaveFailedError."""
+    """Yields the parser of readers; an error in the block becomes SaveFailedError."""
 
     def parse(content: bytes) -> dict[str, Any]:
         orbax_json.check_size(content)

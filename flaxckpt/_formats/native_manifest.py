@@ -101,7 +101,7 @@ class Manifest:
         resolve: _state.treedef.Resolve,
         state: State | None = None,
     ) -> Manifest:
-        """Parses an untrusted manifest, or all but `state`; errors are `MALFORMED`."""
+        """Parses an untrusted manifest, but not a given `state`; raises `MALFORMED`."""
         unknown: set[str] = set()
         infos, structure = state or parse_state(data, resolve, unknown)
         items = _parse_items(data["items"]) if "items" in data else Items()

@@ -65,7 +65,7 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns when the save began, or else its oldest file, in seconds since 1970."""
+    """Returns the time of the save, else of its oldest file, in seconds since 1970."""
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
         created = items.read_step_metadata(path).created
@@ -88,7 +88,7 @@ def read_run_metadata(root: Path) -> dict[str, JSON]:
 def write_run_metadata(
     root: Path, custom: Mapping[str, JSON], *, mode: int | None = None
 ) -> None:
-    """Writes the user's metadata of a run atomically; ValueError for a link outside."""
+    """Writes a run's user metadata atomically; raises ValueError for a link outside."""
     path = root / _RUN_METADATA
     _storage.of(path).check_file(path, root)
     _storage.of(path.parent).make_directory(path.parent, mode=mode)
@@ -175,8 +175,8 @@ def _has_digest(path: Path, metrics: bytes, step: int | None) -> bool:
 def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers among `metrics`, except numbers too large for a float.
 
-    Nested names are joined by `/`, also indices; of equal names, the less nested
-    counts.
+    Nested names, also indices of lists, are joined by `/`, as in `eval/loss`. Of two
+    equal names, the less nested counts.
     """
     numbers: dict[str, float] = {}
     queue: collections.deque[tuple[str, Any]] = collections.deque(metrics.items())
@@ -196,7 +196,7 @@ def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 def merge_metrics(
     metrics: Mapping[str, Any], added: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Returns a file's `metrics` with numbers, each in its place, where Orbax looks."""
+    """Returns a copy of `metrics` with `added` numbers where Orbax looks for them."""
     merged: dict[str, Any] = _copy(metrics)
     for name, number in added.items():
         if name in merged or not _replace_nested(merged, name, number):
@@ -250,7 +250,7 @@ def check_metrics_digests(path: Path) -> None:
 
 
 def write_metrics(path: Path, metrics: Mapping[str, JSON], step: int | None) -> None:
-    """Replaces metrics atomically; ValueError if too large, or their path leads out."""
+    """Replaces metrics atomically, or raises ValueError, also if a link leads out."""
     storage, file = _storage.of(path), path / METRICS / METRICS
     storage.check_file(file, path)
     content = orbax_json.dumps(dict(metrics))

@@ -255,7 +255,7 @@ def _device_ids(devices: Any) -> JSON:
 
 
 def parse_mesh_axes(part: Any) -> MeshAxes:
-    """Returns mesh axes as `PartitionSpec` has them; raises ValueError for others."""
+    """Returns mesh axes as `PartitionSpec` has them; raises ValueError if malformed."""
     names = part if isinstance(part, list) else [part]
     if any(isinstance(name, list | dict) for name in names):
         raise ValueError(f"{str(part)[:80]} is not a part of a partition spec")
@@ -263,7 +263,7 @@ def parse_mesh_axes(part: Any) -> MeshAxes:
 
 
 class Split(NamedTuple):
-    """The sharding of an array at the save; `parts` are numbers along first axes."""
+    """How an array was sharded: its mesh axes, and numbers of `parts` along axes."""
 
     mesh_axes: tuple[MeshAxes, ...]
     parts: tuple[int, ...]

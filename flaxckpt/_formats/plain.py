@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """An array with a function to open it; `chunk_shape` is the least that is read."""
+    """An array that `open` opens; `chunk_shape` is the smallest part that is read."""
 
     shape: Shape
     dtype: str

@@ -58,7 +58,7 @@ def names(index_file: Path) -> set[str]:
 def list_candidates(directory: Path, suffix: str) -> list[str]:
     """Returns the names of the indices in a directory, else of files with `suffix`.
 
-    Names that begin with `consolidated`, as of Mistral's copies, count if alone.
+    Names that begin with `consolidated`, Mistral's copies of a model, count if alone.
     """
     names = sorted(
         path.name for path in directory.iterdir() if not path.name.startswith(".")
@@ -140,7 +140,7 @@ def warn_if_shard(path: Path) -> None:
 
 
 def locate(directory: Path, name: str) -> Path:
-    """Returns the path of a file; a symlink out, but to the Hub's blobs, is damage."""
+    """Returns the path of a file; a link out is damage, unless to the Hub's blobs."""
     path = directory / name
     try:
         hub_cache.check_link(path)

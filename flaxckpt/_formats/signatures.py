@@ -71,9 +71,9 @@ def is_msgpack(path: Path) -> bool:
 def read_first_keys(path: Path) -> Sequence[str] | None:
     """Returns up to two first keys of the msgpack map at the start of a file.
 
-    The second only if the first value is a number or a string; none for an empty map.
-    None if `path` is not a regular file, or does not begin with a map of strings or
-    integers.
+    The second counts only if the first value is a number or a string; an empty map has
+    none. Returns None if `path` is not a regular file, or does not begin with a map
+    with keys of strings or integers.
     """
     keys: list[str] = []
     try:

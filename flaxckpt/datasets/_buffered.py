@@ -38,7 +38,7 @@ class Buffered(Closing, Generic[Batch]):
     ```
 
     After the end of the data, `iter()` starts the next epoch if `iterator` is a loader
-    with epochs. Not thread-safe.
+    with epochs. It is not thread-safe.
 
     Args:
         iterator: Any iterator or loader that can be saved. Only the buffer may use it.

@@ -168,7 +168,7 @@ class _Rule:
 
 
 def _leaf_rules(leaf_rules: LeafRules) -> list[_Rule]:
-    """Returns the `leaf_rules` argument as compiled rules; OptionError if invalid."""
+    """Returns `leaf_rules` as compiled rules; raises OptionError if invalid."""
     pairs = _pairs(leaf_rules, "leaf_rules", '(r".*/kernel", P("data", None))')
     for pattern, spec in pairs:
         if not isinstance(spec, PartitionSpec):

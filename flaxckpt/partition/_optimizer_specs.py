@@ -122,9 +122,9 @@ def _specs_by_types(
     With explicit axes, a sharding is part of an array's type, so abstract evaluation
     returns the sharding of every leaf, exact even for factored moments. It needs no
     devices, and works beside a user's mesh of any kind. `specs` are those of the leaf
-    paths within `params`. Keys within the optimizer state -> spec, or None if jax
-    returns no sharding. Empty if this evaluation fails, as for an `init` that mixes
-    shardings.
+    paths within `params`. Returns keys within the optimizer state -> spec, or None if
+    jax returns no sharding; none at all if the evaluation fails, as for an `init` that
+    mixes shardings.
     """
     mesh = AbstractMesh(
         tuple(mesh.shape.values()),

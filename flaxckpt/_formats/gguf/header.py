@@ -64,9 +64,9 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class ElementType(NamedTuple):
-    """Element type of a tensor, `Q8_0`; `dtype` is that of its values.
+    """Element type of a tensor, such as `Q8_0`; `dtype` is our name for its values.
 
-    A block has `block` elements along the last axis, in `block_bytes`, 0 if unknown.
+    A block has `block` elements along the last axis and `block_bytes`, 0 if unknown.
     """
 
     name: str
@@ -106,7 +106,7 @@ _UNREAD = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor, the slowest axis first, as in numpy; `offset` is in the file."""
+    """A tensor; the slowest axis is first, as in numpy, and `offset` is in the file."""
 
     shape: Shape
     type: ElementType

@@ -25,7 +25,7 @@ _SCALE_BYTES = 2
 def open_q8_0(blocks: Span, context: ts.Context) -> ts.Future[ts.TensorStore]:
     """Opens an array stored as Q8_0, read-only.
 
-    `blocks` has blocks in place of the elements along the last axis, then their bytes.
+    The last axes of `blocks` are the blocks of a row, and the bytes of a block.
     """
     *outer, count, _ = blocks.shape
     shape = (*outer, count * BLOCK)

@@ -17,7 +17,7 @@ from flaxckpt._formats.reader import Stored
 
 
 def read(path: Path, *, step: int | None, resolve: _state.treedef.Resolve) -> Stored:
-    """Reads all but arrays; CheckpointFormatError if some are in others' files."""
+    """Reads all but arrays; raises CheckpointFormatError if some are in other files."""
     path = hub_cache.find_snapshot(path) or path
     index = recognise.find_flax_index(path)
     if index is not None:

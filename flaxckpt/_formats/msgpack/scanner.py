@@ -148,7 +148,7 @@ class Scanner:
             raise self.fault("a string that is not UTF-8", back=size) from None
 
     def key(self, *, or_integer: bool = False) -> str:
-        """Returns the next value, a part of a leaf path, or a read integer as text."""
+        """Reads a key, valid in a leaf path; with `or_integer`, also an integer."""
         self._count(1)
         kind, size = self.head()
         if or_integer and kind == "number" and type(size) is int:
@@ -168,7 +168,7 @@ class Scanner:
         self._end = run.offset + run.size
 
     def leave(self, *, end: int | None = None) -> None:
-        """Ends the scan of a run; raises an error unless at its end, or by `end`."""
+        """Raises an error unless at the end of the run; the scan may go on to `end`."""
         if self.position != self._end:
             raise self.fault(f"{self._end - self.position} extra bytes")
         self._end = self.size if end is None else end

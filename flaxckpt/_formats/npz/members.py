@@ -88,7 +88,7 @@ class UnsupportedError(ValueError):
 def read_members(
     file: IO[bytes], stamp: _storage.Stamp, size: int
 ) -> tuple[list[Member], dict[str, str]]:
-    """Returns intact members and faults of others; ValueError if they overlap."""
+    """Returns intact members and faults; raises ValueError if members overlap."""
     try:
         with zipfile.ZipFile(cast("IO[bytes]", _LimitedReads(file))) as archive:
             infos, start = archive.infolist(), archive.start_dir
@@ -206,7 +206,7 @@ class _LimitedReads:
 
 
 def read_header(file: IO[bytes], member: Member) -> NpyHeader:
-    """Reads the numpy header of a member; ValueError if it is no array, or incomplete.
+    """Reads the numpy header of a member, or raises ValueError if it is malformed.
 
     Raises UnsupportedError for an array of objects, texts, dates or structures.
     """

@@ -108,8 +108,8 @@ class NotReadError(ValueError):
 def parse_header(text: bytes, *, file_size: int) -> SafetensorsHeader:
     """Parses the header of a file, without its length, and compares the file's size.
 
-    Raises NotReadError for known but unsupported types; ValueError if it is malformed,
-    or its tensors do not fill the rest of the file exactly.
+    Raises NotReadError for known but unsupported types; ValueError if the header is
+    malformed, or its tensors do not fill the rest of the file exactly.
     """
     check_count(text.count(b'"data_offsets"'))  # before parsing takes memory
     if _LONG_SHAPE.search(text):
@@ -265,7 +265,7 @@ def dtype_name(info: LeafInfo) -> str | None:
 def make_header(
     tensors: Iterable[tuple[str, LeafInfo]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the length of the header, and the header, of tensors in file order."""
+    """Returns the header, after its length; `tensors` are in the order of the file."""
     rows: dict[str, JSON] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, info in tensors:

@@ -74,7 +74,7 @@ def describe_native(
 ) -> Described:
     """Returns the leaves of a checkpoint of flaxckpt, by its untrusted `text`.
 
-    `unknown` gets the names of classes. Raises LaterVersionError or another ValueError.
+    `unknown` gets names of unknown classes. Raises LaterVersionError or ValueError.
     """
     try:
         data = header.parse_object(text.encode(errors="surrogatepass"))

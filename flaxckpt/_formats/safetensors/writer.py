@@ -1,4 +1,4 @@
-"""Layouts of safetensors files: pure; equal infos give equal bytes."""
+"""Makes the layouts of safetensors files; equal infos give equal bytes. Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make_layouts(
 ) -> list[file_layout.FileLayout]:
     """Returns the layouts of the files of a checkpoint; several files have an index.
 
-    A file has at most `max_shard_bytes` of arrays, unless it has a single one. Without
-    `metadata`, the files are as torch's programs write them.
+    A file has at most `max_shard_bytes` of arrays, unless it has a single one; None
+    makes one file. Without `metadata`, the files are as torch's programs write them.
     """
     arrays = [info for info in infos if info.dtype is not None]
     names = {info.path: orbax_json.param_name(info.keys) for info in arrays}
