@@ -71,7 +71,7 @@ class TargetState(NamedTuple):
 def read_target(target: PathLike, *, step: int | None = None) -> TargetState:
     """Returns the target state: that of a checkpoint or step, or of a JSON file.
 
-    Its leaves are texts such as "float32[8, 4]", "int" and "str"; or it has `leaves`
+    A file has texts such as "float32[8, 4]", "int" and "str" for leaves, or `leaves`
     and `structure` as printed by `flaxckpt show --json`.
     """
     root = _storage.paths.resolve(target)

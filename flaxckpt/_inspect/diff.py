@@ -230,7 +230,7 @@ def diff(
         a: A checkpoint, or a run directory of steps.
         b: Another checkpoint, or the same directory.
         step_a: The step of `a`; the newest by default.
-        step_b: Likewise, of `b`.
+        step_b: The step of `b`; the newest by default.
         values: True to compare values; else only names, shapes and types.
         only: A regular expression on whole leaf paths: the leaves to compare.
         transforms: Applied to `a` first, so that its leaves get the names in `b`.
@@ -314,7 +314,7 @@ def _names(sides: Sequence[Stored]) -> tuple[str, str]:
 
 
 def _damaged_branches(sides: Sequence[Stored]) -> dict[LeafPath, str]:
-    """Returns the branches of damaged items; an error if a checkpoint has no others."""
+    """Returns branches of damaged items, or raises an error if there are no others."""
     for side in sides:
         if not side.table:
             side.check_items(side.items.trees)
@@ -384,7 +384,7 @@ def _only(table: LeafTable, other: LeafTable) -> list[LeafPath]:
 
 
 def _select(only: str, *tables: LeafTable) -> list[dict[LeafPath, Leaf]]:
-    """Returns the leaves that match; OptionError if none does, or for no pattern."""
+    """Returns the leaves that match; raises OptionError if none, or a bad pattern."""
     pattern = patterns.compile_pattern(only)
     selected = [
         {path: leaf for path, leaf in table.items() if pattern.fullmatch(path)}

@@ -1,7 +1,7 @@
 """Fingerprints of states, computed where the arrays are.
 
-Those of states that differ in one element of a leaf always differ; those of others are
-equal with probability 2^-64.
+The fingerprints of states that differ in one element of a leaf always differ; others
+are equal with probability 2^-64.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flaxckpt._types import LeafPath, PyTree
 class Fingerprint(NamedTuple):
     """The checksums of the leaves of a state, on the host and on devices.
 
-    Those of a device's shards are uint32 of shape `(shards, 2)`, perhaps not computed
-    yet.
+    Checksums of shards on a device are uint32 of shape `(shards, 2)`, perhaps not
+    computed yet.
     """
 
     host: Mapping[LeafPath, object]

@@ -118,7 +118,7 @@ def saves(events: Iterable[Event]) -> list[SavedStep]:
 
 
 class _Journal:
-    """The saves in a journal so far; an event belongs to the last of its step."""
+    """The saves in a journal so far; an event belongs to its step's last save."""
 
     def __init__(self) -> None:
         self.saves: list[SavedStep] = []
@@ -129,7 +129,7 @@ class _Journal:
         return {step: self.saves[at] for step, at in self._durable.items()}
 
     def add(self, event: Event) -> None:
-        """Adds an event; one without a step, or of an upload or copies, is none."""
+        """Adds an event, unless it has no step, or is of an upload or copies."""
         is_other = event.kind == "failed" and "what" in event.details
         if (step := event.step) is None or is_other:
             return
@@ -225,7 +225,7 @@ def explain_deletions(
 ) -> dict[int, tuple[Verdict, ...]]:
     """Returns step -> a verdict for each policy in force at its last deletion.
 
-    Without steps that policies did not delete, and policies that would have kept a
+    Steps that policies did not delete are left out, and policies that would have kept a
     step: the journal does not have all that they knew.
     """
     verdicts: dict[int, tuple[Verdict, ...]] = {}
@@ -281,7 +281,7 @@ def _verdict(policy: PreservationPolicy, there: Sequence[SavedStep]) -> Verdict:
 class Ranking:
     """The place of a step, 1 for the best, among all saved with a finite metric.
 
-    `next` is the step behind; `better` are the nearest that exists, and was deleted.
+    `next` is the step behind; `better` has the nearest existing and deleted ones.
     """
 
     metric: str

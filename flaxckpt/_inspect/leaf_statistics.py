@@ -55,7 +55,7 @@ class LeafStatistics:
 def leaf_statistics(
     path: PathLike, leaf_path: LeafPath, *, step: int | None = None, bins: int = 16
 ) -> LeafStatistics:
-    """Reads a leaf twice for its statistics; RestoreMismatchError if there is none."""
+    """Reads a leaf twice for its statistics; raises RestoreMismatchError if missing."""
     return statistics_of(
         locate.open_checkpoint(path, step, types=None), leaf_path, bins=bins
     )

@@ -189,7 +189,7 @@ def _format(path: Path) -> str:
 
 
 class StepUsage(NamedTuple):
-    """The sizes of a step, and of files that no older step has; None in stores."""
+    """The bytes of a step, and its `own`, which no older step has; None in stores."""
 
     step: int | None
     bytes: int | None
@@ -200,7 +200,7 @@ class StepUsage(NamedTuple):
 class DiskUsage:
     """The disk usage of a run or checkpoint, the oldest step first.
 
-    `bytes` count each file once; `shown` is the checkpoint of the `subtrees`.
+    `bytes` count each file once, None in stores; `shown` is the step of `subtrees`.
     """
 
     path: str
@@ -217,7 +217,7 @@ def disk_usage(
     depth: int = 2,
     step_format: str | None = None,
 ) -> DiskUsage:
-    """Returns the disk usage; `step` and `depth` are those of the `subtrees`."""
+    """Returns the disk usage, with the `subtrees` of a step, by default the newest."""
     root = _formats.follow(_storage.paths.resolve(path))
     paths: list[tuple[int | None, Path]] = [(None, root)]
     if step_format is not None or not (root.exists() and _formats.recognises(root)):

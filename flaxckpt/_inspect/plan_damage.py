@@ -10,7 +10,7 @@ from flaxckpt._inspect import run_view
 
 
 class PlanDamage(NamedTuple):
-    """Known damage of a plan's checkpoint; `is_read` if the restore would read it."""
+    """Known damage of a plan's checkpoint, and whether the restore would read it."""
 
     reason: str
     is_read: bool

@@ -16,7 +16,7 @@ from flaxckpt.transforms import Transform
 
 
 class RestoreCall(NamedTuple):
-    """A restore of a checkpoint into the state `target`; a new run if `as_source`."""
+    """A restore of a checkpoint into `target`; with `as_source`, a new run begins."""
 
     path: str
     step: int | None
@@ -47,7 +47,7 @@ class RestoreCall(NamedTuple):
         return is_default and not self.target.has_roles
 
     def remedies(self, plan: RestorePlan) -> list[dict[str, Any]]:
-        """Returns options for other plans that may help, first rules to be added."""
+        """Returns options for plans that may help; rules, to be added, come first."""
         if rules := find_rules(plan):
             return [rules]
         if not any(problem.kind == "missing" for problem in plan.problems):

@@ -81,7 +81,7 @@ class RunView:
 
 
 def survey(root: Path, step_format: str | None = None) -> RunView:
-    """Finds the steps of a run directory; OptionError for a single checkpoint.
+    """Finds the steps of a run; raises OptionError for a single checkpoint.
 
     The format of step names is by default a usual one, or the one recorded by the run.
     """
@@ -180,7 +180,7 @@ def update_marker(report: VerifyReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of pruning, or of a dry run: steps and items of others to delete.
+    """The result of pruning or a dry run: deleted steps, and deleted items of others.
 
     Attributes:
         left: Steps that could not be deleted; the log has the reasons.

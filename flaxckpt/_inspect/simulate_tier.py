@@ -93,7 +93,7 @@ def simulate_tier(
     copies: int,
     rates: Rates,
 ) -> SimulatedTier:
-    """Plans a save to local disks, and its restores, from the plan of a save."""
+    """Plans saves to local disks and restores; `written` and `read` are per process."""
     holds = np.array([np.frombuffer(holders, bool) for holders in written], float)
     by_holders = np.array([*written.values()])
     parts = by_holders.sum(axis=0)

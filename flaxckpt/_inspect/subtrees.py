@@ -75,7 +75,7 @@ _Keys: TypeAlias = tuple[str, ...]
 def shown(trees: Sequence[Subtree], *, depth: int | None, rows: int) -> list[Subtree]:
     """Returns the subtrees to print, of the result of `subtrees`, by depth below it.
 
-    None is for the largest depth within `rows`, or one more, cut off, if that shows
+    The `depth` None is the largest within `rows`, or one more, cut off, if that shows
     few.
     """
     depths = [tree.depth - trees[0].depth for tree in trees]

@@ -276,7 +276,7 @@ def _compare_steps(
 
 
 def _choose_steps(report: Report, options: ReportOptions) -> tuple[int, int] | None:
-    """Returns the two steps to compare, or None; OptionError if they are the same."""
+    """Returns steps to compare, or None; raises OptionError if they are the same."""
     given = options.step_a, options.step_b
     if not report.is_run and given != (None, None):
         raise errors.OptionError(

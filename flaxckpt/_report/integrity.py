@@ -173,7 +173,7 @@ def _of_report(step: Step, report: VerifyReport, began: float) -> Integrity:
 def stamp_files(path: Path) -> int | None:
     """Returns a number that changes with the files of a checkpoint, without markers.
 
-    None in object stores, where looking at each file takes a request.
+    Returns None in object stores, where looking at each file takes a request.
     """
     storage = _storage.of(path)
     if storage.costs_requests:

@@ -244,7 +244,7 @@ class Parts:
 def join(parts: Sequence[Pattern], fused: str) -> Pattern | None:
     """Returns the patterns of query, key and value as one, with an index over words.
 
-    None if the patterns differ in more than a component, or in shapes. `fused` is the
+    Returns None if they differ in more than a component, or in shapes. `fused` is the
     concept of the joined leaves.
     """
     first = parts[0]

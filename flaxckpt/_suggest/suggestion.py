@@ -138,7 +138,7 @@ class Suggestion:
     def renames(self) -> tuple[tuple[str, str], ...]:
         """The pattern and the replacement of each `rename` that does the same.
 
-        Empty if the transforms do more than rename, or if a choice is ambiguous.
+        It is empty if the transforms do more than rename, or a choice is ambiguous.
         """
         if self.ambiguous or self.given or self.published:
             return ()
@@ -401,8 +401,8 @@ def _find_same(
 ) -> list[LeafPath]:
     """Returns the paths of leaves that fill the leaf of the same path and shape.
 
-    Not those with numbers that both sides count in other ways, as from 0 and from 1:
-    which numbers belong together shows only if the whole series are compared. Leaves
+    Leaves with numbers that both sides count in other ways, as from 0 and from 1, are
+    left out: which belong together shows only if the whole series are compared. Leaves
     that were moved on purpose are in their place, whatever their numbers.
     """
     counted: list[dict[str, set[int]]] = []

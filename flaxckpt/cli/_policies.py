@@ -44,7 +44,7 @@ GroupOption = Annotated[
 def parse_policies(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> tuple[PreservationPolicy, ...] | None:
-    """Returns the policies, or None without options; OptionError if one is none."""
+    """Returns the policies, or None without options; raises OptionError if invalid."""
     rules = parse_rules(keep, config, group)
     return None if rules is None else rules.keep
 
@@ -52,7 +52,7 @@ def parse_policies(
 def parse_rules(
     keep: list[str] | None, config: str | None, group: str | None
 ) -> Rules | None:
-    """Returns the rules, or None without options; OptionError if one is none."""
+    """Returns the rules, or None without options; raises OptionError if one is none."""
     if group is not None and config is None:
         raise errors.OptionError(
             "--group names a table of the --config file: pass --config, too"

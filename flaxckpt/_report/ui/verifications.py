@@ -129,7 +129,7 @@ class Verifications:
         self.version = 0
 
     def start(self, place: Location, steps: Sequence[Step]) -> None:
-        """Starts to verify steps of a run in order; OptionError if another one runs."""
+        """Starts to verify steps in order; raises OptionError if another job runs."""
         if not steps:
             raise errors.OptionError(f"{place.name} has no step to verify")
         with self._lock:

@@ -45,7 +45,7 @@ def open_workspace(found: places.Places) -> Workspace:
 
 
 class Query:
-    """The fields of a request's address; OptionError if they are not UTF-8, or many."""
+    """The fields of a request's address; raises OptionError if not UTF-8, or many."""
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -64,7 +64,7 @@ class Query:
         return self._fields.get(name, "")
 
     def number(self, name: str) -> int | None:
-        """Returns a field that is a step; None if missing, OptionError if invalid."""
+        """Returns a field that is a step, or None; raises OptionError if invalid."""
         text = self.text(name)
         if not text:
             return None
