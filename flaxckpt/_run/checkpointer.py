@@ -255,7 +255,7 @@ class Checkpointer(Closing):
                 two newer steps. A policy such as `BestN` may still keep the step.
 
         Returns:
-            A handle; its `wait()` returns when the step is durable; see `SaveResult`.
+            A handle; `wait()` returns when the step is durable, in `staging` if set.
 
         Raises:
             CheckpointExistsError: The step exists and `on_exists` is "error", or its
@@ -295,7 +295,7 @@ class Checkpointer(Closing):
     def wait(self) -> SaveResult | None:
         """Waits for the save in progress, and returns its result.
 
-        None without a save, if cancelled, or if already returned.
+        Returns None without a save, if cancelled, or if already returned.
 
         Raises:
             CheckpointError: The save failed.
@@ -703,7 +703,7 @@ def _check_layout_of_parts(run: run_steps.RunSteps, layout: ArrayLayout) -> None
 def _choose_action(
     on_exists: Literal["error", "skip", "overwrite"] | None, overwrite: bool | None
 ) -> Literal["error", "skip", "overwrite"]:
-    """Returns the action; OptionError if the two arguments contradict each other."""
+    """Returns the action; raises OptionError if the arguments contradict each other."""
     if overwrite is not None:
         _util.arguments.check_choice("overwrite", overwrite, (True, False))
     if on_exists is None:

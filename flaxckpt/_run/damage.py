@@ -39,7 +39,7 @@ def mark(
     events: Stream,
     leaves: Collection[LeafPath] | None = None,
 ) -> None:
-    """Marks a step as damaged if `reason` proves it, and `leaves` as damaged."""
+    """Marks a step, if `reason` is its damage, with the damaged `leaves` if known."""
     if reason is None:
         _log.warning("step %s may be good: it is not marked as damaged", path.name)
         return

@@ -78,7 +78,7 @@ class Rules(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """What policies keep, with their reasons, and delete: steps, and items of steps."""
+    """The reasons to keep steps, and the steps and items that policies would delete."""
 
     reasons: dict[int, list[str]]
     doomed: list[int]
@@ -319,7 +319,7 @@ class Judge:
         return sorted(doomed)
 
     def remember_whole(self, path: Path, step: int) -> None:
-        """Remembers a step as whole, or raises an error of `completeness.check`."""
+        """Remembers a step as whole, or raises DamagedCheckpointError."""
         self._whole[path] = _checkpoint.completeness.check(path, step)
 
     def _warn_of_foreign(self, path: Path, names: Sequence[str]) -> None:

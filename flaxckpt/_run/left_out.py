@@ -1,4 +1,4 @@
-"""Checkpoints in a run directory that are no steps: a run would begin anew."""
+"""Finds checkpoints that are no steps, beside which a run would silently begin anew."""
 
 from __future__ import annotations
 

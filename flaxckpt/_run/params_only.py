@@ -23,7 +23,7 @@ class ParamsOnly:
         self._format = step_format
 
     def path(self, step: int) -> Path:
-        """Returns the path for a step; SaveFailedError if its directory is a link."""
+        """Returns the path for a step, or raises SaveFailedError for a link."""
         if self._directory.is_symlink():  # the target belongs to others
             raise errors.SaveFailedError(
                 f"{self._directory} is a symbolic link, and flaxckpt writes and deletes"

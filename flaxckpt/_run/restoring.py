@@ -184,7 +184,7 @@ class Restores:
     def _agree_on_parts(
         self, operation: _distributed.operation.Operation | None, step: int | None
     ) -> list[tuple[int, Path]]:
-        """Returns the whole steps; raises CheckpointNotFoundError without any."""
+        """Returns the steps with all parts; raises CheckpointNotFoundError if none."""
         assert self._run.part_tier is not None
         found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
         if _util.job.is_first() and not self._read_only:

@@ -69,7 +69,7 @@ class Retention:
         return bool(self.judge.find_reasons(self.rules.keep, steps).get(step))
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
-        """Returns the reasons for each step, oldest first; without any, it is to go."""
+        """Returns step -> the reasons to keep it, oldest first; none if it is to go."""
         return self.judge.explain(self.index.read(), rules).reasons
 
     # ---- deletions -----------------------------------------------------------
@@ -286,7 +286,7 @@ class Retention:
 
 
 def _deadline(is_awaited: Callable[[], bool]) -> Callable[[], bool]:
-    """Returns a function that returns True to stop; it allows two deletions always."""
+    """Returns a function that says when to stop; two deletions are always allowed."""
     end = time.monotonic() + _DELETING_SECS
     calls = itertools.count()
 

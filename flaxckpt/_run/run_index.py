@@ -50,7 +50,7 @@ class RunStep:
     def damage(self) -> str | None:
         """The damage known without a look at arrays; None for a whole step.
 
-        Also why a step is not recognised as a checkpoint: it may be unreadable now.
+        For an unrecognised step, it is the reason: the step may be unreadable now.
         """
         if self.is_marked:
             return _steps.markers.damage_reason(self.path)
@@ -101,7 +101,7 @@ class RunStep:
 
 
 class _Values:
-    """The metrics and times of steps, by step `number`, until their files change."""
+    """Caches metrics and times until files change; `number` is the step of a name."""
 
     def __init__(self, number: _steps.names.Number) -> None:
         self.metrics = run_metrics.FileCache(

@@ -281,7 +281,7 @@ class RunSteps:
     def change(
         self, step: int, act: Callable[[Path], object], *removed: str
     ) -> Path | None:
-        """Calls `act` in the processes that change a step; others return None."""
+        """Calls `act` where a step is changed, and returns its path; None elsewhere."""
         if not self.changes_steps:
             return None
         try:
@@ -294,14 +294,14 @@ class RunSteps:
         return path
 
     def pin(self, step: int) -> None:
-        """Keeps a step regardless of policies; SaveFailedError without a marker."""
+        """Keeps a step regardless of policies, or raises SaveFailedError."""
         self.change(step, edit.pin)
 
     def unpin(self, step: int) -> None:
         self.change(step, edit.unpin, _steps.markers.PIN)
 
     def make_permanent(self, step: int) -> None:
-        """Lets only policies delete a step; raises SaveFailedError if it fails."""
+        """Lets only policies delete a step, or raises SaveFailedError."""
         self.change(step, edit.make_permanent, _steps.markers.TEMPORARY)
 
     def delete_unkept(
@@ -326,7 +326,7 @@ class RunSteps:
     def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
         """Deletes parts of steps that process 0 deleted or lacks; logs failures.
 
-        Pinned steps that process 0 lacks stay, and steps still to be uploaded.
+        Steps that process 0 lacks stay if they are pinned or still to be uploaded.
         """
         for step, path in self.retention.index.paths().items():
             is_kept = _steps.markers.is_pinned(
@@ -340,7 +340,7 @@ class RunSteps:
                 _log.warning("step %d stays in %s: %s", step, self.saves_in, error)
 
     def explain(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:
-        """Returns the reasons for each step, oldest first; without any, it is to go."""
+        """Returns step -> the reasons to keep it, oldest first; none if it is to go."""
         return self.retention.explain(rules)
 
     def explain_all(self, rules: judge.Rules | None = None) -> dict[int, list[str]]:

@@ -26,7 +26,7 @@ class StepSamples(NamedTuple):
 
 
 def append(root: Path, samples: StepSamples, mode: int | None = None) -> None:
-    """Appends a line with the statistics of a step; raises OSError if impossible."""
+    """Appends a line with the statistics of a step, or raises OSError."""
     row = {
         "step": samples.step,
         "time": samples.time,
@@ -69,7 +69,7 @@ def _parse(line: bytes) -> StepSamples | None:
 
 
 def _to_sample(fields: Any) -> _arrays.leaf_sample.LeafSample:
-    """Returns statistics in a line; ValueError or TypeError for other fields."""
+    """Returns statistics in a line; raises ValueError or TypeError for other fields."""
     count, sampled, norm, mean, low, high, nonfinite, bins = fields
     return _arrays.leaf_sample.LeafSample(
         int(count),

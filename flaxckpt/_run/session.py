@@ -39,7 +39,7 @@ class Trainer(Protocol):
 
 @dataclasses.dataclass
 class Session:
-    """The parts of a `Checkpointer`, for its training loop; it closes `trainers`."""
+    """The parts of a `Checkpointer`, which closes `trainers`, for its training loop."""
 
     run: run_steps.RunSteps
     saves: saving.Saves
@@ -76,6 +76,7 @@ class Session:
         Every later step records the source in its lineage. With `optimizer="reinit"`,
         the step counter beside the optimizer also keeps its value in `abstract_state`.
         Returns the state and its step: 0, unless the optimizer of the source continues.
+        Raises OptionError if the step counters disagree.
         """
         path = _storage.paths.resolve(source)
         with self.run.events.delivery():
@@ -95,7 +96,8 @@ class Session:
     def has_steps(self) -> bool:
         """Returns True if process 0 sees steps of the run, good or damaged.
 
-        With parts, if any process does: the disk of process 0 may be new.
+        With parts, any process counts, as the disk of process 0 may be new. All
+        processes call this at the same point.
         """
         operation = self.processes.begin("look", "the steps")
         with _distributed.agreement.closing(
@@ -123,7 +125,7 @@ class Session:
         """Waits for the save in progress, and for saves begun by sinks meanwhile.
 
         A sink that begins a save at each event would go on forever: after 8 saves,
-        sinks are no longer called.
+        sinks are no longer called. Raises CheckpointError if one failed.
         """
         for _ in range(_MOST_SAVES_BY_SINKS):
             self.saves.wait()

@@ -1,6 +1,6 @@
 """The settings of a run as its journal records them, in events `configured`.
 
-So tools outside of the run explain and apply the same rules.
+By these, tools outside of the run explain and apply the same rules.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _has_format(event: Event, names: Mapping[int, str]) -> bool:
 
 
 def _parse(event: Event) -> RunSettings:
-    """Parses an event's settings; OptionError, TypeError or ValueError for none."""
+    """Parses settings; raises OptionError, TypeError or ValueError for others."""
     details: Mapping[str, Any] = event.details
     if unknown := details.keys() ^ _KEYS:
         raise ValueError(f"they lack, or a later version added, {sorted(unknown)}")

@@ -91,8 +91,8 @@ def _as_bytes(array: _Array) -> _Array:
 def distances(a: _Array, b: _Array) -> _Array:
     """Returns the distances of numbers in two arrays of the same shape.
 
-    Those of integers are exact. Others are float64: infinite if only one of two is a
-    number, or finite; 0 for two NaNs.
+    Distances of integers are exact. Others are float64: infinite if only one of two is
+    a number, or finite; 0 for two NaNs.
     """
     if _kind(a) in _INTEGERS and _kind(b) in _INTEGERS:
         x, y = _as_integers(a.ravel(), b.ravel())

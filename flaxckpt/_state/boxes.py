@@ -15,7 +15,7 @@ FIELD = "value"
 
 
 class JaxKey(NamedTuple):
-    """A key in jax's and Orbax's paths; leaf paths lack fields of boxes, `is_field`."""
+    """A key in jax's paths; `is_field` is that of a box, which leaf paths leave out."""
 
     key: tree.Key
     is_field: bool

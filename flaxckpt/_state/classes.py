@@ -31,7 +31,7 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 
 
 def resolver(types: Sequence[type] = ()) -> Resolve:
-    """Returns a function that finds builders by stored names, also of own `types`."""
+    """Returns `resolve` that also finds the caller's `types` by their stored names."""
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
             f"types must be a list of classes, got {_util.arguments.describe(types)}"
@@ -175,7 +175,7 @@ def _dataclass(
     """Builds an instance; fields that were not saved have their defaults, or None.
 
     A warning names them once: the class may be newer than the checkpoint. As in jax,
-    `__init__` is called only if it takes the fields. Raises ValueError for other names.
+    `__init__` is called only if it takes the fields. Raises ValueError for others.
     """
     if not treedef.has_fields(cls, [*children, *static]):
         raise ValueError("its fields have changed")

@@ -147,7 +147,7 @@ def array_type(dtype_name: str | None) -> str:
 def restores_as(found: str, wanted: str) -> bool:
     """Returns True if a leaf stored as `found` restores as `wanted` by default.
 
-    Any floating type does as any other; integers and complex numbers may only grow.
+    Any floating type restores as any other; integers and complex numbers only grow.
     """
     if found == wanted:
         return True
@@ -160,7 +160,7 @@ def restores_as(found: str, wanted: str) -> bool:
 
 @functools.cache
 def key_words(impl: str) -> int:
-    """Returns the number of 32-bit words of a PRNG key; ValueError if unknown."""
+    """Returns how many 32-bit words a PRNG key has; raises ValueError if unknown."""
     if words := _KEY_WORDS.get(impl):
         return words
     import jax  # only jax knows the implementations that a program registers

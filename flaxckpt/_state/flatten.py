@@ -124,8 +124,8 @@ def flatten(tree: PyTree, *, boxes: tuple[type, ...] = ()) -> FlatTree:
 
     A dictionary keeps its order and its integer keys. Values of the classes in `boxes`,
     which wrap a single value, are absent from leaf paths. Raises LeafNameError if
-    leaves have the same path, a key is of another type, or containers are nested too
-    deep; UnsupportedLeafError if static fields take too much text.
+    leaves have the same path, a key is no str, int or tuple of them, or containers are
+    nested too deep; UnsupportedLeafError if static fields take too much text.
     """
     leaves: dict[LeafPath, TreeLeaf] = {}
     return FlatTree(leaves, walk(tree, leaves.__setitem__, boxes=boxes))
@@ -217,7 +217,7 @@ def _visit(
 
 
 def _count_static(walker: _Walker, path: LeafPath, static: Mapping[str, JSON]) -> None:
-    """Raises UnsupportedLeafError if static fields are too long, or no exact JSON."""
+    """Raises UnsupportedLeafError if static fields are too long, or change as JSON."""
     [total] = walker.static_bytes
     for name, field in static.items():
         try:
@@ -242,7 +242,7 @@ _SHORT = 1000
 
 
 def _static_bytes(field: JSON) -> int:
-    """Estimates the size of a static field as JSON, or raises ValueError if inexact."""
+    """Estimates a field's size as JSON; raises ValueError if JSON changes its text."""
     if isinstance(field, str):
         _util.json_limits.check_text(field, "it")
         return len(field) if len(field) < _SHORT else len(json.dumps(field))
@@ -382,7 +382,7 @@ _MAX_INT_BITS = 2**13
 
 
 def _as_json(value: Any, depth: int = 0) -> Any:
-    """Converts `value` to JSON types; `_NOT_JSON` if no reader would return it."""
+    """Returns `value` in JSON types, or `_NOT_JSON` if readers would not return it."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int) and not isinstance(value, bool):

@@ -72,8 +72,9 @@ class FlatState:
     ) -> PyTree:
         """Returns a state of the same classes with other values.
 
-        `in_parts` leaves registered leaves in parts. Raises UnbuiltLeavesError, or
-        UnequalVariablesError if the values of a shared variable differ.
+        With `in_parts`, leaves of registered classes stay in parts. Raises
+        UnbuiltLeavesError, or UnequalVariablesError if the values of a shared variable
+        differ.
         """
         make_leaf = leaf_types.LeafParts if in_parts else leaf_types.build
         return self.restore_objects(
@@ -183,8 +184,8 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
 def locate_state(result: Any, paths: Set[LeafPath]) -> Callable[[Any], PyTree] | None:
     """Returns the function that takes the state from a result; None without a state.
 
-    It is the result, or its item with the most leaves of `paths`. A step that changes
-    its state in place returns none of them.
+    The state is the result, or its item with the most leaves of `paths`. A step that
+    changes its state in place returns none of them.
     """
     if result is None:
         return None

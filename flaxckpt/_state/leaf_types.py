@@ -1,6 +1,6 @@
 """Leaf types of users: classes that jax does not know, saved as dicts of parts.
 
-So parts have paths, chunks, shardings and transforms like all other leaves.
+The parts have paths, chunks, shardings and transforms like all other leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LeafType:
 
 
 class LeafParts:
-    """A leaf of a registered class in parts: they are abstract, or copies."""
+    """A registered leaf that is not built: its parts are abstract, or are copies."""
 
     def __init__(self, leaf_type: LeafType, parts: Parts) -> None:
         self.leaf_type = leaf_type

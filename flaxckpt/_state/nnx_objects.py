@@ -47,7 +47,7 @@ def is_optimizer(node: object) -> bool:
 
 
 class UnequalVariablesError(Exception):
-    """`variables` that objects share, with different values in an earlier branch."""
+    """Shared `variables` have other values than at their paths in earlier branches."""
 
     def __init__(self, variables: Mapping[LeafPath, LeafPath]) -> None:
         self.variables = dict(variables)
@@ -161,7 +161,7 @@ def _shared_variables(
 ) -> dict[int, int | tuple[Any, ...]]:
     """Returns the NNX variables outside of objects that occur twice in the state.
 
-    Index of a variable in `nodes` -> its first index; or its path in the objects.
+    Maps the index of a variable to its first index, or its path in the objects.
     """
     nnx = loaded_nnx()
     if nnx is None:
@@ -195,7 +195,7 @@ def _share_variables(
 ) -> None:
     """Restores the sharing of variables in `leaves`, unless their values differ.
 
-    They do after a save without the sharing, as of an average that began as a view.
+    Values differ after a save without the sharing, as of a view that became an average.
     """
     if not shared:
         return
@@ -243,7 +243,7 @@ _MAX_ATTRIBUTES_BYTES = 2**20
 def with_attributes(
     structure: state_tree.Node | LeafPath, state: PyTree
 ) -> state_tree.Node | LeafPath:
-    """Returns the containers; those of NNX objects have attributes that are no leaf."""
+    """Returns the containers, with the attributes of NNX objects that are no leaves."""
     left = [_MAX_ATTRIBUTES_BYTES]
 
     def add(
@@ -377,7 +377,7 @@ def _paths_by_id(objects: Sequence[Any]) -> dict[int, _GraphPath]:
 def _repeat_variables(
     state: PyTree, states: Any
 ) -> tuple[Any, dict[_GraphPath, _GraphPath]]:
-    """Adds shared variables to all branches; returns the added and the first paths."""
+    """Repeats shared variables in all branches; returns states, added -> first path."""
     nnx = loaded_nnx()
     values = dict(nnx.to_flat_state(states))
     repeated: dict[_GraphPath, _GraphPath] = {}

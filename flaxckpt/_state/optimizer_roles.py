@@ -82,7 +82,7 @@ def find_facts(
     """Returns the facts about all leaves of optimizer states, by leaf path.
 
     A state is that of an optax transform, a tuple of such, or any tree below a key
-    `opt_state`. `optimizer_states` lack their classes in `structure`.
+    `opt_state`. `optimizer_states` has those whose classes `structure` lacks.
     """
     return _Roles(structure).all(optimizer_states)
 
@@ -302,7 +302,7 @@ class _Roles:
     ) -> Literal["one", "several", "either"]:
         """Counts the optimizers in a tuple, by its elements with moments.
 
-        It `is_full` if each element has moments or is complete, a whole optimizer.
+        The tuple `is_full` if each element has moments or is a complete optimizer.
         """
         beside = _prefix_beside(keys)
         mirrors = self._mirrors(carriers, keys)
@@ -374,7 +374,7 @@ class _Roles:
     def _mirror(self, node: tree.Node, keys: Keys, beside: LeafPath) -> _MirroredParams:
         """Returns the parameters mirrored by the moments in an optimizer or a state.
 
-        Those elsewhere than `beside` the optimizer count only if none match there.
+        Parameters elsewhere than `beside` it count only if none match there.
         """
         part = _Roles("")
         part._types = self._types
@@ -446,8 +446,8 @@ class _Roles:
     ) -> None:
         """Adds the facts about the leaves of a container or leaf in an optimizer.
 
-        `prefix` is missing at the start of its paths; `owner` has the facts about
-        direct leaves outside of a state; `may_be_state` of any class.
+        `prefix` is missing at the start of its paths; `owner` has the facts about its
+        leaves if it is no state; `may_be_state` allows a state of any class.
         """
         if isinstance(node, str):
             self._found[prefix + node] = owner

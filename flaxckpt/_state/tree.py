@@ -86,7 +86,7 @@ def without_box(path: LeafPath) -> LeafPath:
 
 
 def before(path: LeafPath, end: LeafPath) -> LeafPath | None:
-    """Returns the path before the end of a path, with or without boxes, or None."""
+    """Returns `path` without `end`, where fields of boxes do not count, or None."""
     for bare in (path, without_box(path)):
         if f"/{bare}".endswith(f"/{end}"):
             return bare[: -len(end)].removesuffix("/")

@@ -1,4 +1,4 @@
-"""Writes the containers of a pytree to JSON, and reads them, which is untrusted."""
+"""Writes the containers of a pytree to JSON, and reads them from untrusted JSON."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def from_json(
 ) -> tree.Node | LeafPath:
     """Reads a description written by `to_json`, from an untrusted file.
 
-    A container that `resolve` does not find becomes a dict or list, and is in
-    `unknown`. Raises ValueError if `data` is not valid.
+    A container whose class `resolve` does not know becomes a dict or list; `unknown`
+    gets its name. Raises ValueError if `data` is not valid.
     """
     if depth > tree.MAX_DEPTH:
         raise ValueError(f"containers are nested more than {tree.MAX_DEPTH} deep")

@@ -21,7 +21,7 @@ def delete(
     even_pinned: bool = False,
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
-    """Deletes a step: first the name, durably, then the files, or a later sweep does.
+    """Deletes a step: first the name, durably, then the files; a sweep may remove some.
 
     `even_pinned` deletes a pinned step, too, or one that is not uploaded. Raises
     SaveFailedError if it is being read or kept by a marker, has foreign files, or
@@ -55,7 +55,7 @@ def delete_item(
     find_foreign: Callable[[Path], Sequence[str]],
     is_unchanged: Callable[[Path], bool] = lambda path: True,
 ) -> None:
-    """Deletes an item of a step; first marks the deletion, durably; see `delete`."""
+    """Deletes an item of a step after durably marking it as deleted; see `delete`."""
 
     def announce() -> None:
         if not is_unchanged(path):
@@ -83,12 +83,12 @@ def check_foreign(what: str, foreign: Sequence[str]) -> None:
 
 
 def sweep(root: Path, step_format: names.StepFormat) -> None:
-    """Removes leftovers of saves and deletions; OSError if one remains."""
+    """Removes leftovers of saves and deletions; raises OSError if one remains."""
     _storage.transaction.sweep(root, lambda name: step_format.step(name) is not None)
 
 
 def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> None:
-    """Removes leftovers of crashes, in a run and in replaced items; logs a failure."""
+    """Removes leftovers of crashes in a run, its steps and `items`; logs failures."""
     try:
         sweep(root, step_format)
         # Replacing a file leaves temporary files only in storage with renames.

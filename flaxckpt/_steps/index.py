@@ -124,7 +124,7 @@ class StepIndex(Generic[_T]):
     def find_doubtful(self, step: int) -> Entry[_T] | None:
         """Returns the entry of a possibly damaged step; None if `find` succeeds.
 
-        It is inaccessible, or is named like other steps, or has files of steps.
+        The entry is inaccessible, is named like other steps, or has files of steps.
         """
         if self.find(step) is not None:
             return None
@@ -214,8 +214,8 @@ def find_left_out(
 ) -> dict[int, Path]:
     """Returns the checkpoints with names of other formats, and links, ascending.
 
-    Only numbers `after` one; if `only_usual`, only usual names, or those in the
-    journal.
+    Only numbers above `after` count, and with `only_usual`, only usual names or those
+    in the journal.
     """
     oldest = -1 if after is None else after
     found = find_links(root, step_format.step, after)

@@ -116,7 +116,7 @@ def recent(journal: Path) -> list[Event]:
 
 
 def describe_deletion(root: Path, step: int) -> str:
-    """Returns text that a missing step was deleted, `; …`; empty if not recorded."""
+    """Returns text for an error that a step was deleted, `; …`; empty if unrecorded."""
     kinds = [event.kind for event in recent(root / NAME) if event.step == step]
     if not kinds or kinds[-1] != "deleted":
         return ""
