@@ -102,7 +102,7 @@ class Bucket:
     ) -> StoredValue | None:
         """Returns the value of `key`, or a range of it; None for a missing key.
 
-        An empty range gets only the generation. `size` is expected, for the deadline.
+        An empty range gets only the generation. An expected `size` sets the deadline.
         """
         for bucket, changes, values in _AHEAD.get():
             if bucket is self and changes == self._changes and key in values:
@@ -135,7 +135,7 @@ class Bucket:
         return stored and stored.value
 
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
-        """Yields a value part by part; StoreError if it is replaced meanwhile."""
+        """Yields a value in parts, if any; raises StoreError if replaced meanwhile."""
         generation: bytes | None = None
         for begin in itertools.count(0, _PART_BYTES):
             is_last = begin + _PART_BYTES >= size
@@ -311,7 +311,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def read_ahead(self, keys: Iterable[str]) -> Iterator[None]:
-        """Reads small values at once, for reads in the block until a change here."""
+        """Reads small values at once, for the block, until this process writes."""
         ahead = _Ahead(self, self._changes, {})
 
         def read(key: str) -> None:

@@ -196,7 +196,7 @@ def _lock_around(path: RemotePath) -> locks.Lock | None:
 
 
 def withdraw(lock: locks.Lock) -> bytes | None:
-    """Removes the marker for `restore`; CheckpointExistsError if the lock is lost."""
+    """Removes the marker; raises CheckpointExistsError if the lock is lost."""
     store, key = lock.path.store, (lock.path / MARKER).key
     marker = store.read(key)
     if marker is None:
@@ -207,7 +207,7 @@ def withdraw(lock: locks.Lock) -> bytes | None:
 
 
 def restore(lock: locks.Lock, marker: bytes | None) -> None:
-    """Restores the commit marker; CheckpointExistsError if the lock is lost."""
+    """Restores the commit marker; raises CheckpointExistsError if the lock is lost."""
     lock.confirm()
     if marker is not None:
         write_new(lock.path / MARKER, marker, lock)
@@ -242,7 +242,7 @@ def _remove_objects(lock: locks.Lock, keys: Collection[str]) -> None:
 
 
 def sweep(root: RemotePath, is_ours: Callable[[str], bool]) -> None:
-    """Removes uncommitted ones without a writer; StoreError if unreachable."""
+    """Removes uncommitted checkpoints without a writer, or raises StoreError."""
     for name, is_directory in root.names().items():
         if is_directory or not name.endswith(locks.LOCK):
             continue

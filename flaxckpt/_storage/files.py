@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(r".+\.[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
 def open_regular_file(path: Path | str, *, within: Path | None = None) -> int:
-    """Returns the descriptor of a file; ValueError if not regular, or a link out."""
+    """Opens a file to read; raises ValueError if it is not regular, or a link out."""
     flags = _READ_FLAGS if within is None else _READ_FLAGS | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
@@ -89,7 +89,7 @@ def check_file(path: Path, checkpoint: Path) -> None:
 def _checked_size(directory: str, checkpoint: Path, *, deep: bool) -> int:
     """Returns the size of the files in a directory, or also below if `deep`.
 
-    Links to directories are followed: these may contain links that lead out.
+    Follows links to directories, and raises ValueError if any link leads out.
     """
     size = 0
     seen: set[tuple[int, int]] = set()
@@ -164,13 +164,13 @@ def link_if(old: Path, new: Path, is_equal: Callable[[], bool]) -> bool:
 
 
 def make_parents(root: Path, file: PurePath | str) -> None:
-    """Makes directories below `root`; FileNotFoundError if it was removed meanwhile."""
+    """Makes directories below `root`, or raises FileNotFoundError if it was removed."""
     for parent in reversed(PurePath(file).parents[:-1]):
         (root / parent).mkdir(exist_ok=True)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory; OSError for a link or a file, which are not followed."""
+    """Removes a directory; raises OSError for a link or a file, and keeps it."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -174,7 +174,7 @@ def _is_recent(file: RemotePath) -> bool:
 
 
 def sweep(directory: RemotePath) -> None:
-    """Removes expired files of readers and deletions; StoreError if unreachable."""
+    """Removes expired files of readers and deletions, or raises StoreError."""
     for name, is_directory in directory.names().items():
         is_lease = name == DELETING or name.startswith(READING)
         if is_lease and not is_directory and not _is_recent(directory / name):
@@ -228,7 +228,7 @@ def is_being_deleted(path: Path) -> bool:
 
 @contextlib.contextmanager
 def deletion(path: Path) -> Iterator[None]:
-    """Announces a deletion in the `with` block; SaveFailedError if it is being read."""
+    """Announces a deletion in the block, or raises SaveFailedError during a read."""
     file = path / DELETING
     try:
         if paths.is_remote(file):

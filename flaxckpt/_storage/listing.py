@@ -17,7 +17,7 @@ def files_below(directory: Path) -> list[str]:
 
 
 def all_files(path: Path) -> Iterator[Path]:
-    """Yields each file at or below `path`; OSError if a directory is unreadable."""
+    """Yields files at or below `path`; raises OSError for an unreadable directory."""
     if path.is_file():
         yield path
         return

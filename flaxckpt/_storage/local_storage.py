@@ -39,6 +39,7 @@ _COPYING_THREADS = 8
 class LocalStorage:
     """Files and directories; a checkpoint counts when renamed to the final name.
 
+    A write is complete when the file, its directory and all new parents are synced.
     Deletion and replacement never follow symbolic links.
     """
 

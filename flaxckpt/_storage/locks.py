@@ -124,7 +124,7 @@ class Lock:
             self.confirm()
 
     def confirm(self) -> None:
-        """Renews the lock; CheckpointExistsError if another process has it."""
+        """Renews the lock; raises CheckpointExistsError if another process has it."""
         if self._is_lost or not self._renew():
             raise errors.CheckpointExistsError(
                 f"{self.path} was taken over by another writer, because this process"
@@ -141,7 +141,7 @@ class Lock:
     def release(self) -> None:
         """Releases the lock; after a failure, a later sweep removes its object.
 
-        So it does for a lock that was taken over: late requests may have taken effect.
+        A sweep also removes one that was taken over: late requests may have an effect.
         """
         if os.getpid() != self._holder.pid:
             return  # in a forked child: the parent holds the lock
@@ -318,7 +318,7 @@ def _status(lock: StoredValue) -> _Status:
 
 
 def _until(lock: StoredValue) -> float:
-    """Returns the time until which requests under an unused lock take effect."""
+    """Returns the monotonic time until which requests of an unused lock take effect."""
     holder, now, pid = _holder(lock), time.monotonic(), os.getpid()
     if holder is None or holder.machine != _machine():
         return now + _LATE_SECS
@@ -337,7 +337,7 @@ _seen: dict[str, tuple[bytes, float]] = {}
 
 
 def take_over(path: RemotePath) -> Lock | None:
-    """Takes over the lock of a dead holder, or None; StoreError if unreachable."""
+    """Returns the lock of a dead holder, taken over, or None; raises StoreError."""
     store, key = path.store, _key(path)
     begin = time.monotonic()
     current = store.read(key)

@@ -69,7 +69,7 @@ def set_on_file(file: Path | int, mode: int) -> None:
 
 
 def set_on_directory(directory: Path, mode: int) -> None:
-    """Sets the mode, and keeps the bit of the group; OSError if not stored."""
+    """Sets the mode, and keeps the bit of the group; raises OSError if not stored."""
     status = directory.stat()
     _set(directory, status, mode | stat.S_IMODE(status.st_mode) & ~_ALL)
     if of_directory(directory) != mode:
@@ -82,7 +82,7 @@ def set_on_directory(directory: Path, mode: int) -> None:
 
 
 def set_below(root: Path, mode: int) -> None:
-    """Sets the mode of everything inside, then of `root`; OSError if not possible."""
+    """Sets the mode of everything inside, then of `root`, or raises OSError."""
     for directory, _, names in os.walk(root, topdown=False):
         for name in names:
             set_on_file(Path(directory, name), mode)
@@ -90,7 +90,7 @@ def set_below(root: Path, mode: int) -> None:
 
 
 def follow(path: Path, mode: int | None) -> None:
-    """Sets the mode of an added file or directory, if any, where modes exist."""
+    """Sets `mode` on an added file or directory, if given, and where modes exist."""
     if mode is None:
         return
     try:

@@ -136,7 +136,7 @@ class RemotePath(_Base):
                 yield child
 
     def stat(self) -> StatResult:  # type: ignore[override]
-        """Returns type and size, by a read; FileNotFoundError without the object."""
+        """Returns type and size, by a read, or raises FileNotFoundError."""
         stored = self.store.read(self.key)
         if stored is not None:
             return StatResult(stat.S_IFREG, len(stored.value))
@@ -216,7 +216,7 @@ def read_ahead(files: Sequence[Path]) -> contextlib.AbstractContextManager[None]
 
 
 def result(future: ts.Future[_T], path: Path, size: int = 0) -> _T:
-    """Returns the result of a read; StoreError after the deadline of a store."""
+    """Returns the result of a read; raises StoreError after the deadline of a store."""
     if is_remote(path):
         return path.store.connection.wait(f"read {path}", future, size)
     return future.result()

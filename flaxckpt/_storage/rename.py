@@ -26,7 +26,7 @@ class NotDurableError(OSError):
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Renames a directory durably; CheckpointExistsError if `final` has content."""
+    """Renames durably; raises CheckpointExistsError if `final` has content."""
     try:
         temporary.rename(final)
     except OSError as error:
@@ -42,7 +42,7 @@ def publish(temporary: Path, final: Path) -> None:
 def exchange(temporary: Path, final: Path, aside: Path | None = None) -> None:
     """Exchanges the names of a finished directory and an existing directory.
 
-    Without `renameat2`, by the name `aside`: a crash may leave `final` without a name.
+    Without `renameat2`, it renames both by `aside`: a crash may leave `final` unnamed.
     Raises NotDurableError if the exchange was done, or half of it, and may not last.
     """
     aside = aside or temporary.with_name(temporary.name + "-replaced")
@@ -62,7 +62,7 @@ def withdraw(final: Path, aside: Path) -> None:
 
 
 def exchange_atomically(one: Path, other: Path) -> bool:
-    """Exchanges two names; False if unsupported, OSError for a failure."""
+    """Exchanges two names, or raises OSError; returns False if unsupported."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False

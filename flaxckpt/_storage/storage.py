@@ -75,7 +75,7 @@ class Storage(Protocol[_Path]):
         """Returns the size of a file; None if unknown without reading the file."""
 
     def fingerprint(self, file: _Path, /) -> tuple[tuple[int, ...], int]:
-        """Returns numbers to detect changes, and the size; OSError if inaccessible."""
+        """Returns numbers to detect changes, and the size, or raises OSError."""
 
     def check_root(self, root: _Path, checkpoint: _Path, /) -> int:
         """Checks the place of the arrays for links that lead out; returns its size.
@@ -96,7 +96,7 @@ class Storage(Protocol[_Path]):
     # ---- reading ------------------------------------------------------------------
 
     def read(self, file: _Path, /, *, max_bytes: int) -> bytes:
-        """Returns the content of a file; DamagedCheckpointError beyond `max_bytes`."""
+        """Returns a file's content; raises DamagedCheckpointError above `max_bytes`."""
 
     def open_file(
         self, file: _Path, /, *, buffer_bytes: int = 2**13
@@ -109,7 +109,7 @@ class Storage(Protocol[_Path]):
     def stream(self, file: _Path, within: _Path, size: int, /) -> Iterator[memoryview]:
         """Yields the content of a file in parts, each valid until the next.
 
-        The expected `size` saves a request; 0 for unknown, perhaps small.
+        The expected `size` saves a request; it is 0 if unknown and perhaps small.
         """
 
     def read_small(self, file: _Path, max_bytes: int, within: _Path, /) -> bytes:
@@ -157,7 +157,7 @@ class Storage(Protocol[_Path]):
     def lock_file(
         self, file: _Path, checkpoint: _Path, /
     ) -> AbstractContextManager[None]:
-        """Locks a file in the block, if possible; in a store, the checkpoint."""
+        """Locks a file in the block, where locks exist; in a store, its checkpoint."""
 
     def make_directory(self, path: _Path, /, *, mode: int | None = None) -> None:
         """Makes a directory and its parents durably, with `mode`, or raises OSError."""
@@ -169,10 +169,10 @@ class Storage(Protocol[_Path]):
         """Syncs all files and directories; returns the bytes not linked elsewhere."""
 
     def remove_tree(self, path: _Path, /) -> None:
-        """Removes a directory; OSError for a link or a file, which are not followed."""
+        """Removes a directory; raises OSError for a link or a file, and keeps it."""
 
     def write_files(self, root: _Path, contents: Mapping[str, bytes], /) -> None:
-        """Writes new files below `root`, synced later; OSError if one exists."""
+        """Writes new files below `root`, synced later; raises OSError if one exists."""
 
     def copy_file(self, source: Path, target: _Path, /) -> None:
         """Copies a file of this machine to a new file."""

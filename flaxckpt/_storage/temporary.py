@@ -158,7 +158,7 @@ def check_claim(path: Path) -> None:
 
 
 def _lock(descriptor: int, patience_secs: float) -> bool:
-    """Locks a directory; False if another has it, True if there are no locks."""
+    """Locks a directory; returns False if another has it, True without any locks."""
     until = time.monotonic() + patience_secs
     while True:
         try:

@@ -34,7 +34,7 @@ _COPYING_THREADS = 8
 
 
 class Committed(NamedTuple):
-    """A committed checkpoint; `manifest` is None if it can have no hard links."""
+    """A committed checkpoint; `manifest` is None if its files cannot be hard-linked."""
 
     size: int
     manifest: storage.Stamp | None = None
@@ -270,7 +270,7 @@ def _delete_objects(path: RemotePath, check: Callable[[Path], object]) -> None:
 
 
 def delete_part(path: Path, name: str, announce: Callable[[], object]) -> None:
-    """Deletes a directory of a checkpoint after `announce`; SaveFailedError if read."""
+    """Deletes a directory of a checkpoint, or raises SaveFailedError if it is read."""
     if paths.is_remote(path):
         with commit_marker.locked(path), leases.deletion(path):
             announce()

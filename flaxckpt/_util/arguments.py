@@ -75,7 +75,7 @@ def check_choice(name: str, value: Any, choices: Sequence[T]) -> T:
 def check_ints(
     name: str, values: Any, *, least: int | None = None, or_none: bool = False
 ) -> tuple[Any, ...]:
-    """Returns `values` as ints, and None if `or_none`; OptionError for other values."""
+    """Returns ints, and None if `or_none`; raises OptionError for other values."""
     if not is_list(values):
         raise errors.OptionError(
             f"{name} must be a list of whole numbers, got {describe(values)}"

@@ -54,7 +54,7 @@ def _natural_key(name: str) -> list[tuple[int, str]]:
 def fold(rows: Iterable[LeafLine]) -> list[LeafLine]:
     """Returns the rows, with one row for those that differ only in numbers.
 
-    It has the place of the first, and all combinations of the numbers in braces.
+    Such a row has the place of the first, and all combinations of numbers in braces.
     """
     groups: dict[_Pattern, dict[_Numbers, int]] = {}
     for place, row in enumerate(rows):

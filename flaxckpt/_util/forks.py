@@ -29,8 +29,8 @@ class PerProcess(Generic[T]):
 class lazy(Generic[T]):  # noqa: N801
     """A property computed on first access, perhaps twice by two threads.
 
-    It holds no lock, as `functools.cached_property` of Python 3.11 does: a forked
-    process would wait for it.
+    Unlike `functools.cached_property` of Python 3.11, it holds no lock, for which a
+    forked process would wait.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:

@@ -17,7 +17,7 @@ _pauses: list[None] = []
 
 @contextlib.contextmanager
 def pause() -> Iterator[None]:
-    """Pauses the garbage collector of the process, in blocks that are short."""
+    """Pauses the process's garbage collector in a block, which must be short."""
     if not gc.isenabled():
         yield
         return

@@ -111,7 +111,7 @@ def advise_on_generator(value: Any) -> str:
 
 
 def check_text(value: str, at: str) -> str:
-    """Returns a string, or an Enum's; ValueError if JSON would return another."""
+    """Returns a plain string, also of an Enum; raises ValueError if JSON changes it."""
     plain = str.__str__(value)
     if not plain.isascii() and _PAIR.search(plain):
         raise ValueError(f"{at} has a text with a surrogate pair")

@@ -99,7 +99,7 @@ class Service:
             self._client.key_value_set(key, text, allow_overwrite=True)
 
     def get(self, key: str, timeout_secs: float) -> str:
-        """Returns the text of a key; raises TimeoutError if none was set in time."""
+        """Returns a key's text, or raises TimeoutError; with 0 s, it asks once."""
         with _jax_errors_as_oserror():
             if not timeout_secs:
                 return str(self._client.key_value_try_get(key))

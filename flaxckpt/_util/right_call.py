@@ -34,7 +34,7 @@ def write(
     args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Returns the call that was probably meant, `save(1, state)`; without `self`."""
+    """Returns the call that was probably meant, `save(1, state)`, without `self`."""
     parameters = _parameters(function)
     places, _ = _assign(parameters, args, options)
     return _format(name, parameters, places)

@@ -27,7 +27,7 @@ _BACKGROUND = "is_background_of_flaxckpt"
 
 
 def background(work: Callable[[], object], name: str) -> threading.Thread:
-    """Returns a new thread that saves or uploads; Python waits for it at the exit."""
+    """Returns a thread that may not wait for a save, and that an exit waits for."""
     thread = threading.Thread(target=work, name=name, daemon=False)
     setattr(thread, _BACKGROUND, True)
     return thread
@@ -47,8 +47,8 @@ def each(
 ) -> None:
     """Calls `function` once for every item, on up to `threads` threads.
 
-    Those of a `pace` have low priority until it is lifted. Raises the first exception,
-    once all running calls have ended; items not yet started are skipped.
+    The threads of a `pace` have low priority until it is lifted. Raises the first
+    exception, once all running calls have ended; items not yet started are skipped.
     """
     waiting = collections.deque(items)
     raised: list[BaseException] = []
@@ -78,7 +78,7 @@ def each(
 def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
 
-    Yields a check that raises if `function` has failed. The block's exception is first.
+    Yields a check that raises if `function` has failed. The block's error comes first.
     """
     raised: list[BaseException] = []
 
@@ -146,7 +146,7 @@ class Latch:
 def wait_for(
     latch: Latch, thread: threading.Thread, timeout_secs: float | None = None
 ) -> bool:
-    """Waits until a thread sets a latch; False if the time or the thread is over.
+    """Waits for a thread's latch; returns False if the time or the thread ends first.
 
     Python ends a thread so if there is no memory to begin its work.
     """

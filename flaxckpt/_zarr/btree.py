@@ -300,7 +300,7 @@ def _decompress(frame: bytes) -> bytes:
 
 
 def decode_manifest(fields: bytes) -> Root | None:
-    """Returns the root of the newest version; None if empty, ValueError if damaged."""
+    """Returns the newest root, or None if empty; raises ValueError if damaged."""
     body = _Fields(fields)
     body.take(_ID_BYTES)
     kind, _, _ = body.numbers(3)
@@ -384,7 +384,7 @@ def _places(
 
 
 class _Fields:
-    """The fields of a manifest or a node, read in turn; ValueError if damaged."""
+    """Reads the fields of a manifest or node; methods raise ValueError if damaged."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

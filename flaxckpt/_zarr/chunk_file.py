@@ -109,8 +109,8 @@ def link_if_equal(
 ) -> bool:
     """Makes `new` a hard link to the file `old` if its content equals `parts`.
 
-    Unless `compare_all`, compares only size and checksums. The file must have the
-    `mode`, if given. Returns True if the link was made.
+    Unless `compare_all`, compares only size and checksums, for values that should be
+    equal. The file must have the `mode`, if given. Returns True if the link was made.
     """
     size = sum(len(part) for part in parts)
 
@@ -271,8 +271,8 @@ def verify_mapped(
 ) -> None:
     """Compares a part of the mapped block `content` with its checksums.
 
-    It begins and ends at multiples of `block.verified_at_once`, or at the end. Raises
-    ValueError if it has changed, and OSError if it cannot be read.
+    The part begins and ends at multiples of `block.verified_at_once`, or at the end.
+    Raises ValueError if it has changed, and OSError if it cannot be read.
     """
     if not block.has_checksum:
         return

@@ -124,7 +124,7 @@ def choose_chunk_shape(
        `max_bytes`.
     2. (Nearly) equal chunks of whole pages, at most the same number; the last chunk
        extends beyond the array, and is stored in full. The padding is at most 5 % plus
-       the rows of a page, and at most a tenth. Only if rows of the first axis fit:
+       the rows of a page, and at most a tenth. Rows of the first axis must fit:
        otherwise the runs would not be adjacent.
     3. Rules 1 and 2 without pages, with at most the number of chunks below; if rows of
        the first axis do not fit, the padding is at most a seventh.
