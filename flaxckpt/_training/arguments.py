@@ -18,7 +18,7 @@ from flaxckpt._types import JSON
 def is_time(step: int, state: Any, *, is_bound: bool) -> bool:
     """Returns True if clu's call `hook(step, t)` passed the time for the state.
 
-    A number is a time; OptionError if no function returns the state instead.
+    A number is a time; raises OptionError if no function returns the state instead.
     """
     is_number = isinstance(state, numbers.Real)
     if not is_number and not (is_bound and _is_number_array(state)):
@@ -65,7 +65,7 @@ def check_extra(others: Mapping[str, Any]) -> None:
 
 
 def list_getters(**getters: object) -> dict[str, Callable[[], Any]]:
-    """Returns the functions that are not None; OptionError if one is no function."""
+    """Returns functions that are not None; raises OptionError if one is no function."""
     functions: dict[str, Callable[[], Any]] = {}
     for name, get in getters.items():
         if callable(get):

@@ -34,6 +34,7 @@ def check(
     """Compares a step from the trained state with a step from the restored state.
 
     The first step gives the state to save: its types may differ from those of `state`.
+    Raises ResumeMismatchError if the results differ.
     """
     if not callable(step_fn):
         raise errors.OptionError(

@@ -30,7 +30,7 @@ _CHANGE = 1.2
 
 
 class Choice(NamedTuple):
-    """A choice of the time between saves, and why; `cost_secs` delay the loop."""
+    """The chosen seconds between saves; `cost_secs` are what a save costs the loop."""
 
     interval_secs: float
     cost_secs: float
@@ -42,10 +42,11 @@ class SaveInterval:
     """Measures steps and saves, and chooses the time between saves.
 
     A save costs the time of the call that begins it, and the delay of the steps until
-    it is durable. With the mean time between failures, `mtbf_secs`, the interval is at
-    least the one at which saves and repeated work cost least together,
-    `sqrt(2 * cost * mtbf)`: J. W. Young, "A first order approximation to the optimum
-    checkpoint interval", Communications of the ACM 17(9), 1974.
+    it is durable. Saves may cost the fraction `overhead` of the loop's time. With the
+    mean time between failures, `mtbf_secs`, the interval is at least the one at which
+    saves and repeated work cost least together, `sqrt(2 * cost * mtbf)`: J. W. Young,
+    "A first order approximation to the optimum checkpoint interval", Communications of
+    the ACM 17(9), 1974.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def _warn_of_lost(run: RunSteps, begun: int | None) -> None:
 def _check_map(
     source_map: str | Sequence[Transform], source: PathLike | None
 ) -> str | Sequence[Transform]:
-    """Returns the name or transforms of a map; OptionError, also without a source."""
+    """Returns the name or transforms of a map; raises OptionError without a source."""
     if isinstance(source_map, str):
         named.check_name("source_map", source_map)
     else:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def to_completed(step: Any, offset: int) -> int:
-    """Returns the number of completed steps; raises OptionError for no number."""
+    """Returns `offset` more than `step`; raises OptionError if it is no step number."""
     number = None
     with contextlib.suppress(Exception):  # others' arrays may raise anything
         if np.ndim(step) == 0 and not isinstance(step, str | bytes):

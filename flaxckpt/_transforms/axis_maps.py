@@ -16,8 +16,8 @@ Origins = Sequence[int | None]
 class AxisMap(abc.ABC):
     """A hashable function from the values of parameters to that of a new parameter.
 
-    Write `on`, too, if it changes more than the order of axes: factored moments are
-    mapped by it. `AlongAxis` has it.
+    One that changes more than the order of axes needs an `on` of its own, as
+    `AlongAxis` has: factored moments are mapped by it.
     """
 
     @abc.abstractmethod
@@ -31,7 +31,7 @@ class AxisMap(abc.ABC):
     def on(self, axes: Origins, ndim: int) -> AxisMap:
         """Returns the same function for arrays with some `axes` of the parameters.
 
-        Axes of their own come first, and stay. This one only changes the order.
+        Axes of their own come first, and stay. The base class only changes the order.
         """
         order = (None, *(self.origins(ndim) or ()))
         return Transposed(tuple(axes.index(axis) for axis in order if axis in axes))

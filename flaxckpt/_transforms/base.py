@@ -199,8 +199,8 @@ def changed_in_place(
 ) -> list[LeafPath]:
     """Lists the leaves with new values at the same paths, in the same shapes.
 
-    They do not show if the transforms were applied or undone. Transforms that do not
-    apply to `table` are skipped.
+    These do not show whether the transforms were applied or undone. Transforms that do
+    not apply to `table` are skipped.
     """
     before = _trace(table)
     return [

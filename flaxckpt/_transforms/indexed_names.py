@@ -23,7 +23,7 @@ _FORMS = re.compile(
 
 
 class NameIndex(NamedTuple):
-    """An index in a name: one of `words`, or a number that is made of `axes`."""
+    """An index in a name: one of `words`, or a number from `first` on, of `axes`."""
 
     axes: tuple[str, ...]
     words: tuple[str, ...] = ()

@@ -408,7 +408,7 @@ def _delta_fn(
 ) -> tuple[int, _DeltaFn]:
     """Returns the rank, and the function from an adapter to the product of its parts.
 
-    `is_turned`: the input axis is first. Raises ValueError for another shape.
+    If `is_turned`, the input axis is first. Raises ValueError for another shape.
     """
     if kind in ("nnx", "qwix"):
         return a[-1] if a else 0, _flax_delta_fn(shape, a, b)

@@ -74,7 +74,7 @@ def reshape(
         pattern: Regular expression on the whole leaf path.
         form: The old and the new axes in the notation of `einops.rearrange`; or the new
             shape, in which one size may be -1.
-        from_shape: The old shape, likewise. Needed for the inverse of a new shape.
+        from_shape: The old shape, for the inverse of a new shape; one size may be -1.
         **sizes: Sizes of named axes.
 
     Raises:

@@ -104,7 +104,7 @@ def rename(
         OptionError: A pattern is not valid. When applied: it matches nothing, or two
             leaves get the same path.
 
-    Source: `assignment_map` of T5X, of which `assign` has the direction.
+    Source: `assignment_map` of T5X, which maps the other way, as `assign` does.
     """
     return _rename(_as_rules(pattern, replacement))
 

@@ -1,4 +1,4 @@
-"""The row engine: makes new leaves by the rows of transforms, and their mirrors."""
+"""Makes new leaves by the rows of transforms, and lets their mirrors follow."""
 
 from __future__ import annotations
 
