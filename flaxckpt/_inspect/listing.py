@@ -200,7 +200,7 @@ class StepUsage(NamedTuple):
 class DiskUsage:
     """The disk usage of a run or checkpoint, the oldest step first.
 
-    `bytes` count each file once, None in stores; `shown` is the step of `subtrees`.
+    `bytes` count each file once, None in stores; `subtrees` are of the path `shown`.
     """
 
     path: str

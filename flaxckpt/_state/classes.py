@@ -31,7 +31,7 @@ _NO_STATE = re.compile(r"_test$|\.testing(\.|$)")
 
 
 def resolver(types: Sequence[type] = ()) -> Resolve:
-    """Returns `resolve` that also finds the caller's `types` by their stored names."""
+    """Returns a `resolve` that also finds the caller's `types` by stored names."""
     if not _util.arguments.is_list(types):
         raise errors.OptionError(
             f"types must be a list of classes, got {_util.arguments.describe(types)}"
