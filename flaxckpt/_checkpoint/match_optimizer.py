@@ -50,7 +50,10 @@ class _Transform:
     def kind_by_fields(self, optimizer: LeafPath, hyperparameter: str) -> _Kind:
         """Returns the kind by the names of fields, without a class."""
         return _Kind(
-            *(optimizer, "", hyperparameter, self.known.fields),
+            optimizer,
+            "",
+            hyperparameter,
+            self.known.fields,
             frozenset(self.leaf_fields),
             not self.known.state_class,
         )

@@ -240,7 +240,10 @@ def take_snapshot(request: SaveRequest, state: PyTree) -> Snapshot:
         arrays = save_distributed.select_own(operation, infos, arrays)
     dataset = {} if request.dataset is None else datasets.state_files(request.dataset)
     manifest = _formats.native_manifest.Manifest(
-        *(infos, structure, options.layout.encoding, options.items),
+        infos,
+        structure,
+        options.layout.encoding,
+        options.items,
         _step_around(request.path) if request.is_item else request.step,
         tuple(request.lineage),
         _transforms.describe(options.transforms),

@@ -221,8 +221,13 @@ class _OrbaxTarget:
         self.pieces = state.pieces(by_chunk=True)
         self._total_bytes = sum(piece.nbytes for piece in self.pieces)
         self._manifest = _formats.native_manifest.Manifest(
-            *(infos, state.structure, state.layout.encoding, items),
-            *(state.step, state.metadata.lineage, state.metadata.transforms),
+            infos,
+            state.structure,
+            state.layout.encoding,
+            items,
+            state.step,
+            state.metadata.lineage,
+            state.metadata.transforms,
         )
         self._segment_bytes = self._manifest.segment_bytes()
         self.files = [repr(items)]

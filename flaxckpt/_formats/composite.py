@@ -43,7 +43,7 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
         names = _storage.of(path).names(path)
         deleted = _steps.markers.deleted_items(names)
         return _add_metadata(
-            *(stored, path, step, Items(state=""), names, deleted), (), {}, {}
+            stored, path, step, Items(state=""), names, deleted, (), {}, {}
         )
     listing = _list_items(path)
     json = items.read_json_items(path, listing.texts, {})
@@ -75,8 +75,7 @@ def read(path: Path, step: int | None, read_native: ReadNative) -> Stored:
     }
     layout = Items(state=state, dataset=listing.deleted_dataset)
     return _add_metadata(
-        *(stored, path, step, layout, listing.names, listing.deleted),
-        *(trees, json, damaged),
+        stored, path, step, layout, listing.names, listing.deleted, trees, json, damaged
     )
 
 
@@ -354,8 +353,14 @@ def _add_metadata(
         layout = dataclasses.replace(layout, dataset=dataset.name)
     infos = [leaf.info for leaf in stored.table.values()]
     metadata = native_metadata.checkpoint_metadata(
-        *(path, "orbax", step, infos, {}, None if dataset is None else dataset.name),
-        *(names, deleted),
+        path,
+        "orbax",
+        step,
+        infos,
+        {},
+        None if dataset is None else dataset.name,
+        names,
+        deleted,
     )
     metadata = dataclasses.replace(
         metadata,

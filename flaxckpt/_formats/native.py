@@ -136,8 +136,14 @@ def _read_native(
         structure = _state.containers.prune(structure, table)
     metadata = dataclasses.replace(
         native_metadata.checkpoint_metadata(
-            *(path, "flaxckpt", step, infos, digests, manifest.items.dataset),
-            *(names, deleted),
+            path,
+            "flaxckpt",
+            step,
+            infos,
+            digests,
+            manifest.items.dataset,
+            names,
+            deleted,
             recorded_step=manifest.step,
         ),
         lineage=manifest.lineage,

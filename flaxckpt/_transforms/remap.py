@@ -481,7 +481,7 @@ def make_remap(
         for pattern in (ignored, ignored_by_inverse)
     )
     return Remap(
-        *(rules, checked, rest, forth, back), inverse_within=inverse_within, name=name
+        rules, checked, rest, forth, back, inverse_within=inverse_within, name=name
     )
 
 
