@@ -6,7 +6,6 @@ Nothing in them is markup; the filter `tojson` fits them into a page.
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import operator
 import os
@@ -16,7 +15,7 @@ from flaxckpt import errors
 from flaxckpt._report import flight_recorder, templates
 from flaxckpt._report.data import LeafHistory, MetricValue, Report, last_good
 from flaxckpt._types import JSON
-from flaxckpt._util import html, humanize
+from flaxckpt._util import folding, html, humanize
 
 MOST_METRICS = 12
 """Further metrics are in the tables only."""
@@ -250,17 +249,16 @@ def draw_runs(
 def _layers(report: Report) -> dict[str, JSON] | None:
     """Returns the relative change of the norms of each layer at each save."""
     layers = flight_recorder.group_layers(report)
-    leaves = itertools.chain.from_iterable(layers.values())
-    steps = sorted({step for leaf in leaves for step in leaf.norms})
+    steps = sorted({n for each in layers.values() for leaf in each for n in leaf.norms})
     found = {name: flight_recorder.find_changes(layers[name]) for name in layers}
     changes = {name: each for name, each in found.items() if each}
     if not changes:
         return None
     ranked = sorted(changes, key=lambda name: -max(changes[name].values()))
-    shown = {*ranked[:_MOST_LAYERS]}
     size = -(-(len(steps) - 1) // _MOST_COLUMNS)
     columns = [steps[start : start + size] for start in range(1, len(steps), size)]
-    names = [name for name in layers if name in shown]
+    shown = [name for name in layers if name in {*ranked[:_MOST_LAYERS]}]
+    names = folding.order_numbers(shown)
     shown_names = [*map(errors.printable, names)]
     shared = os.path.commonprefix(shown_names)  # noqa: RUF071 - it is cut at a slash
     ridges = [leaf for name in names for leaf in layers[name]]

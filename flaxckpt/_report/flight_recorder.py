@@ -144,10 +144,12 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
     if (jump := find_jump(group_layers(report))) is not None:
-        count, at = len(jump.names), f"{jump.step:,}"
-        several = f"; {count:,} layers became non-finite at once, at {at}"
-        one = f"; {_name(jump.names[0])} jumped first, at {at}"
-        text += several if count > 1 else one
+        count, most = len(jump.names), _name(jump.names[0])
+        how = "became non-finite at once" if jump.is_lost else f"jumped, {most} most"
+        what = f"{count:,} layers {how}" if count > 1 else f"{most} jumped first"
+        text += f"; {what}, at {jump.step:,}"
+        if (step := choose_step(report)) is not None and step < found.last_finite:
+            text += f", so that {step:,} is offered to go on from" * found.is_kept
     return text
 
 
@@ -287,25 +289,27 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
 class Jump(NamedTuple):
     """The layers or leaves whose norms first more than doubled, at `step`.
 
-    Of several at one step, the one that changed most; all that became non-finite, as
-    none of them is known to be the first.
+    The one that changed most comes first. With `is_lost`, they became non-finite there,
+    and others are left out.
     """
 
     names: Sequence[str]
     step: int
+    is_lost: bool = True
 
 
 def find_jump(groups: Mapping[str, Sequence[LeafHistory]]) -> Jump | None:
     """Returns the first jump of groups of leaves, by name; None without any."""
-    jumps = [
+    jumps = sorted(
         (step, -change, name)
         for name, leaves in groups.items()
         for step, change in find_changes(leaves).items()
         if change > 1.0
-    ]
-    first = min(jumps, default=(0, 0.0, ""))
-    names = [name for *jump, name in jumps if (*jump,) == first[:2]]
-    return Jump(names, first[0]) if jumps else None
+    )
+    at = [each for each in jumps if each[0] == jumps[0][0]]
+    lost = [each for each in at if math.isinf(each[1])]
+    names = [name for *_, name in lost or at]
+    return Jump(names, jumps[0][0], bool(lost)) if jumps else None
 
 
 def choose_leaf_step(report: Report, leaf: str) -> int | None:
@@ -323,9 +327,8 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     run that diverged, else the one whose norm changed most at the last save. A leaf of
     the optimizer is returned only without parameters.
     """
-    several = [leaf for leaf in report.leaf_histories if len(leaf.norms) > 1]
-    known = [leaf for leaf in several if leaf.kind == "layer"]
-    known = known or [leaf for leaf in several if leaf.kind == "optimizer"]
+    layers = itertools.chain.from_iterable(group_layers(report).values())
+    known = [leaf for leaf in layers if len(leaf.norms) > 1]
     lost = {leaf.path: n for leaf in known for n in leaf.nonfinite_steps[:1]}
     if lost:
         at = min(lost.values())
@@ -339,7 +342,8 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
         return jump.names[0], f"{why}became non-finite at step {at:,}{others}"
     jumped = find_jump({leaf.path: [leaf] for leaf in known})
     if jumped is not None and find_divergence(report) is not None:
-        return jumped.names[0], f"jumped first, at step {jumped.step:,}"
+        how = "first" if len(jumped.names) == 1 else "most"
+        return jumped.names[0], f"jumped {how}, at step {jumped.step:,}"
     changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
     most = max(changes, key=changes.__getitem__, default=None)
     return None if most is None else (most, "changed most at the last save")

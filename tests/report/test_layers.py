@@ -110,16 +110,24 @@ def test_leaf_unsampled_by_short_save_counts_as_unchanged(tmp_path):
     assert changes_of(page_of(run)) == whole
 
 
-def test_no_layer_is_first_of_those_that_become_non_finite_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((1.0, 1.01, jnp.nan), "3 layers became non-finite at once, at 3"),
+        ((1.0, 9.0, jnp.nan), "3 layers jumped, params/a most, at 2, so that 1 is off"),
+        ((1.0, 9.0, 9.0, jnp.nan), "3 layers jumped, params/a most, at 2."),
+    ],
+)
+def test_no_layer_is_first_of_those_that_jump_at_once(tmp_path, values, said):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         on_step = flaxckpt.CheckpointCallback(
             run, every_steps=1, statistics=True, check_step=False
         )
-        for step, value in enumerate((1.0, 1.01, jnp.nan), start=1):
+        for step, value in enumerate(values, start=1):
             layers = {name: {"w": jnp.full(4, value)} for name in "abc"}
             on_step(step, {"params": layers}, metrics={"loss": value})
     page = page_of(tmp_path / "run")
-    assert "3 layers became non-finite at once, at 3" in page
+    assert said in page
     assert "jumped first" not in page
 
 
@@ -128,3 +136,14 @@ def test_counters_alone_are_no_heat_map(tmp_path):
     page = page_of(save_steps(tmp_path / "run", states))
     assert "Statistics of 1 leaf at 2 saves, from samples.</p>" in page
     assert 'data-draw="layers"' not in page
+
+
+def test_layers_are_in_order_of_their_numbers(tmp_path):
+    def states():
+        for norm in (1.0, 1.1):
+            names = sorted(f"block_{n}" for n in range(12))
+            layers = {name: {"w": jnp.full(4, norm)} for name in names}
+            yield {"params": layers}
+
+    page = page_of(save_steps(tmp_path / "run", states()))
+    assert list(changes_of(page)) == [f"params/block_{n}" for n in range(12)]
