@@ -676,7 +676,7 @@ def test_lineage_links_to_run_of_its_source(tmp_path, open_page):
         on_step.restore_or_init(started, source=tmp_path / "first")
         run.save(1, started)
     shown = ask("/run/sections", open_page(tmp_path), run="second")
-    assert '<strong><a href="/run?run=first">step 5</a></strong>' in shown
+    assert '<strong><a href="/run?run=first">first</a></strong>' in shown
 
 
 def test_directory_shows_metrics_and_row_of_each_run(made, open_page):
