@@ -1,7 +1,7 @@
 """Trains with a learning rate that grows until the loss is NaN, for a picture of it.
 
-python docs/recorder.py writes docs/recorder.png: the flight recorder of the report, and
-its heat map of layers. It needs Playwright, and Chromium on the path.
+python docs/recorder.py writes docs/recorder.png, the flight recorder of the report. It
+needs Playwright, and Chromium on the path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flaxckpt.policies import BestN, EveryNSteps, LatestN  # noqa: E402
 
 CLASSES, STEPS, STOPPED_AT = 10, 150, 60
 KEEP = (LatestN(3), BestN(1, "eval/loss", "min"), EveryNSteps(50))
-OTHERS = "header > .title, button.theme, .cards, nav, #metrics, #leaves details details"
-"""What is not in the picture, nor are the sections below the heat map."""
+OTHERS = "header > .title, button.theme, .cards, nav"
+"""What is above the recorder, and not in the picture."""
 
 
 def train(directory: Path, stop_at: int) -> None:
@@ -53,12 +53,12 @@ def train(directory: Path, stop_at: int) -> None:
 def draw(page: sync_api.Page, file: Path) -> None:
     """Takes the picture of a page."""
     page.goto(file.as_uri())
-    page.locator("#leaves canvas").first.wait_for()
+    page.locator("#recorder canvas").first.wait_for()
     page.evaluate(
         "names => document.querySelectorAll(names).forEach(each => each.remove())",
         OTHERS,
     )
-    box = page.locator("#leaves").bounding_box()
+    box = page.locator("#recorder").bounding_box()
     assert box is not None
     clip: sync_api.FloatRect = {
         "x": 0,
