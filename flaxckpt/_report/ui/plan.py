@@ -69,6 +69,7 @@ class _Asked(NamedTuple):
 
     Attributes:
         steps: The steps of `place`, with their integrity.
+        good: The steps of `place` without known damage.
         other: The newest step of `into` without known damage, or None.
         target_step: The step with the state, if it is not the newest.
     """
@@ -77,6 +78,7 @@ class _Asked(NamedTuple):
     into: Location
     query: Query
     steps: Sequence[tuple[Step, Integrity]]
+    good: Sequence[int]
     other: int | None
     target_step: int | None = None
 
@@ -121,7 +123,7 @@ def _ask(workspace: Workspace, query: Query) -> _Asked:
     report = workspace.report(place)
     good = workspace.report(into).good_steps if into.is_run else ()
     steps = [*zip(report.steps, report.integrity, strict=True)]
-    return _Asked(place, into, query, steps, max(good, default=None))
+    return _Asked(place, into, query, steps, report.good_steps, max(good, default=None))
 
 
 def _prepare(asked: _Asked) -> tuple[_Asked, RestoreCall]:
@@ -208,9 +210,8 @@ def _plan(asked: _Asked) -> html.Markup:
 def _show(asked: _Asked, damage: PlanDamage | None, **values: object) -> html.Markup:
     step = None
     if damage is not None and damage.is_read:  # the newest other one
-        good = [each.step for each, check in asked.steps if not check.is_bad]
         chosen = asked.query.number("step")
-        step = max((n for n in good if n not in (None, chosen)), default=None)
+        step = max((n for n in asked.good if n != chosen), default=None)
     return templates.render(
         "ui/planned.html",
         **{"plan": None, **values},
