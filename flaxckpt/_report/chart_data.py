@@ -257,8 +257,8 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     ranked = sorted(changes, key=lambda name: -max(changes[name].values()))
     size = -(-(len(steps) - 1) // _MOST_COLUMNS)
     columns = [steps[start : start + size] for start in range(1, len(steps), size)]
-    shown = [name for name in layers if name in {*ranked[:_MOST_LAYERS]}]
-    names = folding.order_numbers(shown)
+    shown = {*ranked[:_MOST_LAYERS]}
+    names = folding.order_numbers([name for name in layers if name in shown])
     shown_names = [*map(errors.printable, names)]
     shared = os.path.commonprefix(shown_names)  # noqa: RUF071 - it is cut at a slash
     ridges = [leaf for name in names for leaf in layers[name]]

@@ -41,7 +41,7 @@ def judge(report: Report) -> RunVerdict:
     if (diverged := find_divergence(report)) is not None:
         found.insert(0, _describe_divergence(report, diverged))
     is_verified = report.states["verified"] == len(report.integrity)
-    state: Literal["good", "bad"] = "bad" if found else "good"
+    is_bad = bool(found)
     good = "healthy" if is_verified else "healthy as far as looked at"
     found = found or [good if report.is_run else "no damage is known"]
     found += filter(None, [report.notes.get("journal")])
@@ -52,12 +52,11 @@ def judge(report: Report) -> RunVerdict:
     if best is not None:
         what, name, point = best
         found.append(f"{what} {point.value:.4g} at step {point.step:,} ({_name(name)})")
-    text = ", ".join(found[:1] if state == "bad" else found)
-    if state == "bad" and len(found) > 1:
-        text += "; " + "; ".join(found[1:])
-    is_sure = is_verified or state == "bad"
+    text = ("; " if is_bad else ", ").join(found)
     text = f"{text[:1].upper()}{text[1:]}."
-    return RunVerdict(state if is_sure else "unverified", text)
+    return RunVerdict(
+        "bad" if is_bad else "good" if is_verified else "unverified", text
+    )
 
 
 def describe_state(report: Report) -> str:
@@ -144,12 +143,13 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
     if (jump := find_jump(group_layers(report))) is not None:
-        count, most = len(jump.names), _name(jump.names[0])
+        count, most, at = len(jump.names), _name(jump.names[0]), jump.step
         how = "became non-finite at once" if jump.is_lost else f"jumped, {most} most"
         what = f"{count:,} layers {how}" if count > 1 else f"{most} jumped first"
-        text += f"; {what}, at {jump.step:,}"
-        if (step := choose_step(report)) is not None and step < found.last_finite:
-            text += f", so that {step:,} is offered to go on from" * found.is_kept
+        text += f"; {what}, at {at:,}"
+        step = choose_step(report)
+        if found.is_kept and at == found.last_finite and step not in (None, at):
+            text += f", so that {step:,} is offered to go on from"
     return text
 
 

@@ -1035,6 +1035,19 @@ def test_verdict_reports_divergence(tmp_path, is_kept):
     assert _report.flight_recorder.choose_step(found) == wanted
 
 
+def test_damage_not_the_jump_is_why_an_earlier_step_is_offered(tmp_path):
+    with flaxckpt.Checkpointer(tmp_path / "run") as run:
+        on_step = flaxckpt.CheckpointCallback(
+            run, every_steps=1, statistics=True, check_step=False
+        )
+        for step, value in enumerate((1.0, 9.0, 9.0, np.nan), start=1):
+            on_step(step, {"a": np.full(4, value)}, metrics={"loss": value})
+    (tmp_path / "run/3/flaxckpt.json").write_text("{")
+    found = gather(tmp_path / "run")
+    assert _report.flight_recorder.choose_step(found) == 1
+    assert "; a jumped first, at 2; " in verdict(found).text
+
+
 def test_diverged_run_continues_from_last_remaining_finite_step(tmp_path):
     keep = [BestN(1, "loss", "max"), LatestN(2)]
     with flaxckpt.Checkpointer(tmp_path / "run", keep=keep) as saved:

@@ -65,7 +65,7 @@
   // ---- what the reader has set --------------------------------------------------------
 
   const view = { range: null, smooth: 0, log: new Map(), hidden: new Set(), open: new Set() };
-  // Of the page.
+  // What the page describes.
   let data = null;
   // All its steps, ascending.
   let saved = [];
@@ -900,7 +900,7 @@
     return Math.max(...widths) > 8 * least ? Number((least / 8).toPrecision(1)) : 0;
   }
 
-  // Of the histograms, in which they overlap.
+  // Pixels from one histogram to the next, which it overlaps.
   const PITCH = 17;
 
   function drawRidge(strip, rows) {

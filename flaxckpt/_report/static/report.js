@@ -90,7 +90,7 @@
     return text === "" || Number.isNaN(number) ? text : number;
   }
 
-  // Slow to make.
+  // Made once, as it takes long.
   const TEXTS = new Intl.Collator("en", { numeric: true });
 
   // Numbers come before texts, and empty cells last in both directions.
@@ -151,7 +151,7 @@
   // Hides the rows and leaves that lack a word of the search; opens what has the others.
   function search(input) {
     const scope = input.closest("[data-scope]");
-    // Of thousands.
+    // The commas of thousands do not count.
     const plain = (text) => text.toLowerCase().replaceAll(",", "");
     const words = plain(input.value).split(/\s+/).filter(Boolean);
     let found = 0;
