@@ -48,8 +48,8 @@ class Pace:
         running: set[threading.Thread] = set()
 
         def run() -> None:
-            _lower_priority()
             try:
+                _lower_priority()
                 work()
             finally:
                 with self._lock:
@@ -70,6 +70,8 @@ class Pace:
                 running and not self._is_lifted and threading.main_thread().is_alive()
             ):
                 self._changed.wait(_CHECK_SECS)
+                # One may have ended before its work, without memory.
+                running -= {thread for thread in started if not thread.is_alive()}
         return started
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from flaxckpt._util.pace import Pace
@@ -49,8 +49,11 @@ def each(
 
     The threads of a `pace` have low priority until it is lifted. Raises the first
     exception, once all running calls have ended; items not yet started are skipped.
+    Raises MemoryError if a thread ended in the middle of a call and could not say why.
     """
     waiting = collections.deque(items)
+    total = len(waiting)
+    done: list[None] = []  # one for each call that has returned
     raised: list[BaseException] = []
 
     def work() -> None:
@@ -61,17 +64,17 @@ def each(
                 except IndexError:
                     return
                 function(item)
+                done.append(None)
         except BaseException as error:
             raised.append(error)
 
-    helpers = [] if pace is None else pace.start(work, min(threads, len(waiting)))
+    helpers = [] if pace is None else pace.start(work, min(threads, total))
     count = min(threads, len(waiting)) - 1  # the calling thread also works
     helpers += [helper for _ in range(count) if (helper := _start(work))]
     work()
     for helper in helpers:
         helper.join()
-    if raised:
-        raise raised[0]
+    _check_done(raised, is_done=len(done) == total)
 
 
 @contextlib.contextmanager
@@ -79,28 +82,38 @@ def beside(function: Callable[[], object]) -> Iterator[Callable[[], None]]:
     """Runs `function` beside the `with` block, and waits for both.
 
     Yields a check that raises if `function` has failed. The block's error comes first.
+    Raises MemoryError if the thread ended before `function` did.
     """
     raised: list[BaseException] = []
+    done: list[None] = []
 
     def work() -> None:
         try:
             function()
+            done.append(None)
         except BaseException as error:
             raised.append(error)
 
-    def check() -> None:
-        if raised:
-            raise raised[0]
-
     helper = _start(work)
     try:
-        yield check
+        yield lambda: _check_done(raised, is_done=True)
     finally:
         if helper is not None:
             helper.join()
     if helper is None:
         work()
-    check()
+    _check_done(raised, is_done=bool(done))
+
+
+def _check_done(raised: Sequence[BaseException], *, is_done: bool) -> None:
+    """Raises what threads have raised, or MemoryError for work that is not done.
+
+    Without memory, Python ends a thread before its work, or before it has told why.
+    """
+    if raised:
+        raise raised[0]
+    if not is_done:
+        raise MemoryError("there was no memory for a thread to do its work")
 
 
 def _start(work: Callable[[], None]) -> threading.Thread | None:
@@ -160,6 +173,8 @@ def wait_for(
 
 
 def _has_ended(thread: threading.Thread) -> bool:
+    if thread.ident is None:
+        return False  # it is about to start
     # Ctrl-C in Thread.join may mark a running thread as ended.
     return not thread.is_alive() and thread.ident not in sys._current_frames()
 

@@ -1,9 +1,11 @@
-"""Signals at any place of a program."""
+"""Signals at any place of a program, and threads that end before their work."""
 
 import gc
 import itertools
 import sys
 import threading
+
+from tests.helpers import seams
 
 
 def raise_ctrl_c():
@@ -45,3 +47,15 @@ def ends(work):
     thread.start()
     thread.join(60)
     return not thread.is_alive()
+
+
+def end_threads(monkeypatch, name=None, *, count=sys.maxsize):
+    """The first threads, or those of a name, end before their work: without memory."""
+    ended, run = itertools.count(), threading.Thread.run
+
+    def end(thread):
+        if name not in (None, thread.name) or next(ended) >= count:
+            run(thread)
+
+    seams.replace(monkeypatch, "threads.look_secs", 0.05)
+    monkeypatch.setattr(threading.Thread, "run", end)

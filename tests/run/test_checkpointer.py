@@ -22,6 +22,7 @@ from flaxckpt.policies import BestN, EveryNSteps, LatestN
 from tests.helpers import chunks, run_files, seams, slow, store_servers, strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.gates import Gate
+from tests.helpers.interruptions import end_threads
 
 
 @pytest.fixture(params=slow.all_but(store_servers.KINDS, ["file", "memory"]))
@@ -394,15 +395,9 @@ def test_interrupted_wait_can_be_repeated(run_dir, monkeypatch):
     assert ckpt.wait().step == 1
 
 
-@pytest.fixture
-def lifeless(monkeypatch):
-    """Lets threads end before their work, as Python does without memory."""
-    seams.replace(monkeypatch, "threads.look_secs", 0.05)
-    monkeypatch.setattr(threading.Thread, "run", lambda thread: None)
-
-
 @pytest.mark.parametrize("wait", [lambda h: h.wait(), lambda h: h.wait(9), "cancel"])
-def test_save_fails_if_thread_has_no_memory(run_dir, lifeless, wait):
+def test_save_fails_if_thread_has_no_memory(run_dir, monkeypatch, wait):
+    end_threads(monkeypatch)
     ckpt = flaxckpt.Checkpointer(run_dir)
     handle = ckpt.save(1, state(1))
     if wait == "cancel":
@@ -414,9 +409,22 @@ def test_save_fails_if_thread_has_no_memory(run_dir, lifeless, wait):
     assert ckpt.steps() == []
 
 
-def test_load_fails_if_thread_has_no_memory(run_dir, request):
+def test_save_fails_if_thread_beside_it_has_no_memory(run_dir, monkeypatch):
+    """The descriptions of arrays are written on a thread of their own."""
+    ckpt = flaxckpt.Checkpointer(run_dir)
+    with monkeypatch.context() as patch:
+        end_threads(patch, "flaxckpt")
+        handle = ckpt.save(1, state(1))
+        with pytest.raises(errors.SaveFailedError, match="memory"):
+            handle.wait()
+    assert ckpt.steps() == []
+    ckpt.save(1, state(1)).wait()
+    strategies.assert_same(state(1), ckpt.restore())
+
+
+def test_load_fails_if_thread_has_no_memory(run_dir, monkeypatch):
     flaxckpt.save(run_dir / "x", state(1))
-    request.getfixturevalue("lifeless")
+    end_threads(monkeypatch)
     handle = flaxckpt.load_async(run_dir / "x")
     with pytest.raises(errors.OutOfMemoryError, match="free memory, and load again"):
         handle.wait()

@@ -22,6 +22,7 @@ from flaxckpt.policies import BestN, LatestN
 from tests.helpers import chunks, run_files, seams, store_servers, strategies
 from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
+from tests.helpers.interruptions import end_threads
 
 DIRECTORIES = ("file", "memory", "moto")
 LAYOUTS = [flaxckpt.ArrayLayout(), flaxckpt.ArrayLayout(codec="zstd")]
@@ -813,6 +814,15 @@ def test_waiting_for_uploads_times_out(tmp_path, monkeypatch):
             ckpt.wait_for_uploads(timeout_secs=0.01)
     ckpt.close()
     assert steps_in(path) == {1, 2}
+
+
+def test_waiting_begins_upload_again_whose_thread_had_no_memory(tmp_path, monkeypatch):
+    end_threads(monkeypatch, "flaxckpt uploads", count=1)
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
+    ckpt.save(1, state(1)).wait()
+    ckpt.wait_for_uploads()
+    ckpt.close()
+    assert steps_in(tmp_path / "run") == {1}
 
 
 # ---- programs that end --------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from flaxckpt._util import threads as util_threads
 from flaxckpt._util.pace import Pace
 from tests.helpers import seams
-from tests.helpers.interruptions import ends, interrupt
+from tests.helpers.interruptions import end_threads, ends, interrupt
 
 
 @pytest.fixture(params=["threads", "no threads"])
@@ -88,6 +88,18 @@ def test_block_can_end_at_once_if_its_side_task_fails():
     with pytest.raises(ValueError, match="beside"):
         work()
     assert len(turns) < 10_000
+
+
+def test_ended_thread_leaves_its_work_to_others_or_is_told(monkeypatch):
+    """Python ends a thread without memory for its first lines, and tells nobody."""
+    done = []
+    end_threads(monkeypatch)
+    for pace in (None, Pace()):
+        util_threads.each(done.append, range(9), threads=4, pace=pace)
+    assert sorted(done) == sorted([*range(9)] * 2)
+    with pytest.raises(MemoryError), util_threads.beside(lambda: done.append("beside")):
+        pass
+    assert "beside" not in done
 
 
 def test_never_exceeds_budget():

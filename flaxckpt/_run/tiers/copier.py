@@ -62,6 +62,7 @@ class Copier:
         self._guard = _util.forks.PerProcess(threading.Lock)
         self._waiting: list[tuple[CopyTask, Pace]] = []
         self._ended: _util.threads.Latch | None = None
+        self._thread = threading.current_thread()
 
     def begin(self, task: CopyTask) -> None:
         """Begins to copy the parts of a step, at low priority until `wait`."""
@@ -70,9 +71,10 @@ class Copier:
             if self._ended is not None:
                 return
             self._ended = _util.threads.Latch()
-        run = functools.partial(self._run, self._ended)
+            run = functools.partial(self._run, self._ended)
+            self._thread = _util.threads.background(run, "flaxckpt copies")
         try:
-            _util.threads.background(run, "flaxckpt copies").start()
+            self._thread.start()
         except RuntimeError:  # no more threads: copy on this one
             run()
 
@@ -81,8 +83,9 @@ class Copier:
         with self._guard.get():
             for _, pace in self._waiting:
                 pace.lift()
-        if (ended := self._ended) is not None:
-            ended.wait(timeout_secs)
+            ended, thread = self._ended, self._thread
+        if ended and not _util.threads.wait_for(ended, thread, timeout_secs):
+            self._run(ended)  # there was no memory for its thread
         return self.unfinished()
 
     def unfinished(self) -> list[int]:

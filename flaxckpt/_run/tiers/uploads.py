@@ -60,10 +60,27 @@ class _Turn:
         failures: Step -> error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[[_Turn], object]) -> None:
+        work = functools.partial(run, self)
+        # Not a daemon: a script that ends still finishes its uploads.
+        self._thread = _util.threads.background(work, "flaxckpt uploads")
+        self._work = work
         self.is_over = False
         self.ended = _util.threads.Latch()
         self.failures: dict[int, Exception] = {}
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads: upload on this one
+            self._work()
+
+    def wait(self, timeout_secs: float | None) -> bool:
+        """Waits for the end of the run; returns False if it comes later."""
+        if not _util.threads.wait_for(self.ended, self._thread, timeout_secs):
+            self.is_over = True  # there was no memory for its thread
+            self.ended.set()
+        return self.ended.is_set()
 
 
 class Uploads:
@@ -324,15 +341,9 @@ class Uploads:
         with self._guard.get():
             if self._turn is not None and not self._turn.is_over:
                 return self._turn
-            self._turn = turn = _Turn()
-        run = functools.partial(self._run, turn)
-        # Not a daemon: a script that ends still finishes its uploads.
+            self._turn = turn = _Turn(self._run)
         _doors.open_all()
-        thread = _util.threads.background(run, "flaxckpt uploads")
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads: upload on this thread
-            run()
+        turn.start()
         return turn
 
     def _await_uploads(
@@ -344,7 +355,7 @@ class Uploads:
         while os.getpid() == self._pid:
             turn = self._begin() if self.pending() else self._turn
             left = None if until is None else max(0.0, until - time.monotonic())
-            if turn is not None and not turn.ended.wait(left):
+            if turn is not None and not turn.wait(left):
                 return None
             if not self.pending():
                 break
