@@ -68,10 +68,31 @@ def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
     kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(kind)
     context.check_hostname = False  # the certificate tells who belongs to the job
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # of an authority or not
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(certificate)
     context.load_verify_locations(certificate)
     return context
+
+
+def check_certificate(certificate: str) -> None:
+    """Raises OSError if processes with the certificate could not connect.
+
+    As it has expired, for example, or may be used by servers only.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server, client = (
+        tls(certificate, is_server=is_server) for is_server in (True, False)
+    )
+    ends = [
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    while ends:
+        for end in tuple(ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+                ends.remove(end)
 
 
 def describe_certificate(certificate: str | None) -> str:

@@ -135,14 +135,16 @@ def rows(out):
     return [json.loads(row) for row in out.splitlines() if row.startswith("{")]
 
 
-def make_certificate(directory):
-    """A file with a certificate and its key."""
+def make_certificate(directory, *options, days=2):
+    """A file with a certificate and its key; it has expired with negative days."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes a certificate, is missing")
     key, certificate = directory / "key", directory / "certificate"
     command = "openssl req -x509 -newkey rsa:2048 -nodes"
-    rest = ["-days", "2", "-subj", "/CN=job", "-keyout", key, "-out", certificate]
-    subprocess.run([*command.split(), *rest], check=True, capture_output=True)
+    rest = ["-subj", "/CN=job", "-keyout", key, "-out", certificate, *options]
+    sign = f"openssl x509 -signkey {key} -in {certificate} -out {certificate}"
+    for line in ([*command.split(), *rest], [*sign.split(), "-days", f"{days}"]):
+        subprocess.run(line, check=True, capture_output=True)
     both = directory / "both.pem"
     both.write_bytes(key.read_bytes() + certificate.read_bytes())
     return str(both)

@@ -68,6 +68,17 @@ def test_rejects_invalid_options_on_opening(tmp_path, option, value, text):
         flaxckpt.Checkpointer(tmp_path, **{option: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "days"),
+    [((), -1), (("-addext", "extendedKeyUsage=serverAuth"), 2)],
+    ids=["expired", "for servers only"],
+)
+def test_rejects_certificate_that_no_peer_would_accept(tmp_path, options, days):
+    certificate = jobs.make_certificate(tmp_path, *options, days=days)
+    with pytest.raises(errors.OptionError, match="valid now, for servers and clients"):
+        flaxckpt.Checkpointer(tmp_path / "run", peer_certificate=certificate)
+
+
 def test_finds_own_address_in_network():
     assert processes.own_address("127.0.0.0/8") == "127.0.0.1"
     mine = processes.own_address("0.0.0.0/0")

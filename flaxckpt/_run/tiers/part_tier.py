@@ -72,12 +72,12 @@ class PeerOptions(NamedTuple):
                 ) from None
         if self.certificate is not None:
             try:
-                _distributed.peer_files.tls(str(self.certificate), is_server=True)
+                _distributed.peer_files.check_certificate(str(self.certificate))
             except OSError as error:
                 raise errors.OptionError(
                     f"peer_certificate={self.certificate!r} cannot be used: {error}."
-                    " Pass a PEM file with a certificate and its private key, the same"
-                    " at all processes"
+                    " Pass a PEM file with a certificate that is valid now, for servers"
+                    " and clients, and its private key, the same at all processes"
                 ) from None
         return self
 
