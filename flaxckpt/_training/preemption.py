@@ -121,7 +121,7 @@ class Preemption:
         outcome, has_saved = self._save_in_time(completed, notice, save)
         self._checkpointer.wait()
         if self.exits:
-            outcome += self._wait_for_copies(notice)
+            outcome += self._await_tiers(notice)
         self.report(completed.step, notice, outcome)
         return has_saved
 
@@ -164,14 +164,19 @@ class Preemption:
         )
         return False
 
-    def _wait_for_copies(self, notice: Notice) -> str:
-        """Waits for copies in the time left; returns text if they are not durable."""
-        try:
-            self._checkpointer.wait_for_copies(self._secs_left(notice))
-        except errors.CheckpointError as error:
-            _log.warning("%s", error)
-            return ", but not copied to other processes"
-        return ""
+    def _await_tiers(self, notice: Notice) -> str:
+        """Waits for copies and uploads in the time left; returns text of what lacks."""
+        checkpointer, lacking = self._checkpointer, ""
+        for wait, text in (
+            (checkpointer.wait_for_copies, ", but not copied to other processes"),
+            (checkpointer.wait_for_uploads, ", but not uploaded"),
+        ):
+            try:
+                wait(self._secs_left(notice))
+            except errors.CheckpointError as error:
+                _log.warning("%s", error)
+                lacking += text
+        return lacking
 
     def report(self, step: int, notice: Notice, outcome: str) -> None:
         """Logs the request to stop and its `outcome`, and delivers an event of it."""

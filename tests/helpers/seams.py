@@ -158,6 +158,7 @@ SEAMS = {
     "ui_compare.most_bytes": "_report.ui.compare:_MOST_BYTES",
     "ui_leaves.most_bytes": "_report.ui.leaves:_MOST_BYTES",
     "ui_verifications.most_results": "_report.ui.verifications:_MOST_RESULTS",
+    "upload_copies.make": "_run.tiers.upload_copies:make",
     "uploads.start": "_run.tiers.uploads:Uploads.start",
     "verify.check": "_checkpoint.verify:check",
     "verify.decoded_at_once": "_checkpoint.verify:_DECODED_AT_ONCE",

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -424,6 +425,21 @@ def test_saves_whole_state_if_time_permits(ckpt):
     stop_with(ckpt, grace_secs=1e9)
     assert ckpt.steps() == [2, 3]
     assert ckpt._session.saves.params_only.latest() is None
+
+
+def test_waits_for_upload_while_time_permits(tmp_path, monkeypatch):
+    """A local disk may not outlive the machine; several processes upload together."""
+    upload = seams.current("upload_copies.make")
+
+    def upload_late(*args, **options):
+        time.sleep(0.5)
+        return upload(*args, **options)
+
+    seams.replace(monkeypatch, "upload_copies.make", upload_late)
+    ckpt = flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
+    stop_with(ckpt, grace_secs=1e9)
+    reader = flaxckpt.Checkpointer(tmp_path / "run", read_only=True)
+    assert reader.steps() == [2, 3]
 
 
 def test_short_grace_saves_only_parameters_and_warns(ckpt, caplog):
