@@ -67,9 +67,12 @@ class RunView:
 
     def describe_metrics(self) -> str:
         """Returns a clause with the names of the metrics that steps have."""
+        names = errors.first_few(self.metric_names(), 8)
+        return f"the steps have {names or 'no metrics'}"
+
+    def metric_names(self) -> list[str]:
         steps = self.steps.values()
-        names = sorted({n for step in steps if step.is_counted for n in step.metrics})
-        return f"the steps have {errors.first_few(names, 8) or 'no metrics'}"
+        return sorted({n for step in steps if step.is_counted for n in step.metrics})
 
     def checkpointer_format(self) -> str | None:
         """Returns the format of step names for a `Checkpointer`, or None."""

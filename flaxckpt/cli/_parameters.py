@@ -233,14 +233,16 @@ class _Command(click.Command):
         super().parse_args(ctx, args)
         if not ctx.args or ctx.resilient_parsing:
             return ctx.args
-        listed = " ".join(ctx.args)
-        taken = [param.title for param in self.params if isinstance(param, _Argument)]
-        is_step = len(ctx.args) == 1 and _step_names.parse(listed) is not None
-        is_step &= "--step" in _options(self)
+        arguments = [param for param in self.params if isinstance(param, _Argument)]
+        taken = [param.title for param in arguments]
+        # A step between two paths takes the place of the second one.
+        values = [str(ctx.params.get(param.name or "")) for param in arguments[1:]]
+        steps = [x for x in (*ctx.args, *values) if _step_names.parse(x) is not None]
+        is_step = bool(steps) and len(ctx.args) == 1 and "--step" in _options(self)
         raise click.UsageError(
             f"{ctx.info_name} takes {', '.join(taken) or 'no argument'}, found"
             f" also {errors.first_few([*map(repr, ctx.args)], 3)}"
-            + (f": for a step, write --step {listed}" if is_step else ""),
+            + (f": for a step, write --step {steps[0]}" if is_step else ""),
             ctx,
         )
 

@@ -128,6 +128,10 @@ def _find_ranking(view: RunView, step: StepName) -> BestN:
     if not metric and len(recorded) == 1:
         [only] = recorded.values()
         return only
+    if metric and metric not in view.metric_names():
+        raise errors.OptionError(
+            f"no step of {view.root} has a metric {metric!r}; {view.describe_metrics()}"
+        )
     if metric:
         raise errors.OptionError(
             f"{view.root} does not record whether the lowest or the highest {metric} is"

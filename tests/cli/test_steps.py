@@ -79,6 +79,7 @@ def test_best_excludes_damaged_steps(ranked, command):
             "best:acc",
             "write best:acc:min or best:acc:max; the steps have acc, loss",
         ),
+        ([], "best:los", "has a metric 'los'; the steps have acc, loss"),
         ([], "best:los:min", "has a finite metric 'los'; the steps have acc, loss"),
         (
             [BestN(1, "loss", "min"), BestN(1, "acc", "max")],
@@ -103,6 +104,9 @@ def test_error_for_invalid_step_lists_valid_forms(ranked, command):
         wanted = "must be a number, latest, best, or best:METRIC, found"
         assert wanted in command.refuses(*args)
     assert "write --step best" in command.refuses("du", "ranked", "best")
+    for step in ("latest", "0"):
+        told = command.refuses("convert", "ranked", step, "out")
+        assert f"found also 'out': for a step, write --step {step}" in told
     assert "leave latest out" in command.refuses("verify", "ranked/100", "latest")
 
 
