@@ -12,6 +12,7 @@ import numpy as np
 from flaxckpt import _arrays, _state, _storage, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
+from flaxckpt._inspect import subtrees
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt._transforms import base as _transforms
 from flaxckpt._transforms import mirrors, patterns
@@ -132,15 +133,21 @@ class CheckpointDiff:
         return not (differs or self.unreadable or self.damaged_items)
 
     @property
+    def layer_of(self) -> dict[LeafPath, LeafPath]:
+        """Leaf that could be compared -> its layer, as of `subtrees.find_layers`."""
+        return subtrees.find_layers((*self.changed, *self.same))
+
+    @property
     def layers(self) -> dict[LeafPath, tuple[int, float]]:
-        """Container of leaves -> how many of them have other values, and `rel_norm`.
+        """Layer -> how many of its leaves have other values, and `rel_norm`.
 
         The norms are those of these leaves together. The largest changes come first.
         """
+        layer_of = self.layer_of
         sums: dict[LeafPath, tuple[int, float, float]] = {}
         for path, leaf in self.changed.items():
             if leaf.different:
-                name, norm = path.rpartition("/")[0], 0.0
+                name, norm = layer_of[path], 0.0
                 if 0.0 < leaf.rel_norm < math.inf:
                     norm = leaf.change / leaf.rel_norm
                 count, change, before = sums.get(name, (0, 0.0, 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from flaxckpt import _state, _util, errors
@@ -99,6 +99,17 @@ def _prefixes(path: LeafPath) -> list[LeafPath]:
     """Returns `a`, `a/b` and `a/b/c` for `a/b/c`; empty for the empty path."""
     parts = path.split("/") if path else []
     return ["/".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def find_layers(paths: Iterable[LeafPath]) -> dict[LeafPath, LeafPath]:
+    """Returns leaf -> its layer: its container if that contains leaves only.
+
+    A leaf beside containers, such as `params/head`, is a layer of its own.
+    """
+    above = {path: path.rpartition("/")[0] for path in paths}
+    inner = {container.rpartition("/")[0] for container in above.values()}
+    outer = {"", *(prefix for each in inner for prefix in _prefixes(each))}
+    return {path: path if each in outer else each for path, each in above.items()}
 
 
 def missing_path(metadata: CheckpointMetadata, path: LeafPath) -> str:

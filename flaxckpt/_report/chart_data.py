@@ -248,7 +248,7 @@ def draw_runs(
 
 def _layers(report: Report) -> dict[str, JSON] | None:
     """Returns the relative change of the norms of each layer at each save."""
-    layers = flight_recorder.group_layers(report)
+    layers = report.layers
     steps = sorted({n for each in layers.values() for leaf in each for n in leaf.norms})
     found = {name: flight_recorder.find_changes(layers[name]) for name in layers}
     changes = {name: each for name, each in found.items() if each}
@@ -261,7 +261,7 @@ def _layers(report: Report) -> dict[str, JSON] | None:
     names = folding.order_numbers([name for name in layers if name in shown])
     shown_names = [*map(errors.printable, names)]
     shared = os.path.commonprefix(shown_names)  # noqa: RUF071 - it is cut at a slash
-    ridges = [leaf for name in names for leaf in layers[name]]
+    ridges = [(leaf, name) for name in names for leaf in layers[name]]
     return {
         "first": steps[0],
         "x": [column[-1] for column in columns],
@@ -272,10 +272,7 @@ def _layers(report: Report) -> dict[str, JSON] | None:
             for name in names
         ],
         "hidden": len(layers) - len(shown),
-        "ridges": [
-            _ridges(leaf, leaf.path.rpartition("/")[0] or leaf.path)
-            for leaf in ridges[:_MOST_RIDGES]
-        ],
+        "ridges": [_ridges(*each) for each in ridges[:_MOST_RIDGES]],
     }
 
 

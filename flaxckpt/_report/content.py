@@ -76,7 +76,8 @@ def _describe_best(
 def group_changes(diff: CheckpointDiff | None, repeated: Sequence[Copy]) -> Content:
     """Returns part of the state -> its leaves by what a comparison says of them.
 
-    `repeated` are the copies in the second checkpoint. The optimizer comes last.
+    `repeated` are the copies in the second checkpoint. The optimizer comes last. The
+    `layers` are those of the leaves that differ.
     """
     if diff is None:
         return {}
@@ -93,6 +94,9 @@ def group_changes(diff: CheckpointDiff | None, repeated: Sequence[Copy]) -> Cont
         for path in paths:
             name = parts.group_of(path, repeated)
             groups.setdefault(name, {each: [] for each in found})[what].append(path)
+    layer_of = diff.layer_of
+    for group in groups.values():
+        group["layers"] = [*{layer_of.get(path, "") for path in group["differing"]}]
     return {name: groups[name] for name in sorted(groups, key=parts.rank)}
 
 

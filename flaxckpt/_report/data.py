@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from flaxckpt import errors, policies
 from flaxckpt._arrays.leaf_sample import LeafSample
 from flaxckpt._formats.reader import Lineage
-from flaxckpt._inspect import best_step
+from flaxckpt._inspect import best_step, subtrees
 from flaxckpt._inspect.dataset_positions import Position
 from flaxckpt._inspect.history import SavedStep, Verdict
 from flaxckpt._inspect.listing import Step
@@ -202,6 +202,17 @@ class Report:
     def stalls(self) -> Sequence[SavedStep]:
         """The saves whose wait is known, durable or not, the oldest first."""
         return [save for save in self.saves if save.blocked_secs is not None]
+
+    @functools.cached_property
+    def layers(self) -> Mapping[str, Sequence[LeafHistory]]:
+        """Layer -> its leaves; those of the optimizer only without any others."""
+        kinds = {leaf.kind for leaf in self.leaf_histories}
+        kind = "layer" if "layer" in kinds else "optimizer"
+        leaves = {leaf.path: leaf for leaf in self.leaf_histories if leaf.kind == kind}
+        layers = collections.defaultdict[str, list[LeafHistory]](list)
+        for path, layer in subtrees.find_layers(leaves).items():
+            layers[layer].append(leaves[path])
+        return layers
 
     @functools.cached_property
     def drawn(self) -> Mapping[str, Sequence[MetricValue]]:

@@ -142,7 +142,7 @@ def _describe_divergence(report: Report, found: Divergence) -> str:
     text += f"; last finite step {found.last_finite:,} {is_kept}"
     if not found.is_kept and (left := _find_finite(report)):
         text += f", {left[-1]:,} is left"
-    if (jump := find_jump(group_layers(report))) is not None:
+    if (jump := find_jump(report.layers)) is not None:
         count, most, at = len(jump.names), _name(jump.names[0]), jump.step
         how = "became non-finite at once" if jump.is_lost else f"jumped, {most} most"
         what = f"{count:,} layers {how}" if count > 1 else f"{most} jumped first"
@@ -209,7 +209,7 @@ def choose_step(report: Report) -> int | None:
     but not one at which a layer has jumped.
     """
     finite = _find_finite(report)
-    if len(finite) > 1 and (jump := find_jump(group_layers(report))) is not None:
+    if len(finite) > 1 and (jump := find_jump(report.layers)) is not None:
         finite = finite[: -1 if finite[-1] == jump.step else None]
     return max(finite or report.good_steps, default=None)
 
@@ -253,18 +253,6 @@ def choose_pair(
 
 
 # ---- layers -----------------------------------------------------------------------
-
-
-def group_layers(report: Report) -> dict[str, list[LeafHistory]]:
-    """Returns layer -> its leaves; those of the optimizer only without any others."""
-    kinds = {leaf.kind for leaf in report.leaf_histories}
-    kind = "layer" if "layer" in kinds else "optimizer"
-    layers: dict[str, list[LeafHistory]] = {}
-    for leaf in report.leaf_histories:
-        if leaf.kind == kind:
-            above, _, key = leaf.path.rpartition("/")
-            layers.setdefault(above or key, []).append(leaf)
-    return layers
 
 
 def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
@@ -327,7 +315,7 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     run that diverged, else the one whose norm changed most at the last save. A leaf of
     the optimizer is returned only without parameters.
     """
-    layers = itertools.chain.from_iterable(group_layers(report).values())
+    layers = itertools.chain.from_iterable(report.layers.values())
     known = [leaf for leaf in layers if len(leaf.norms) > 1]
     lost = {leaf.path: n for leaf in known for n in leaf.nonfinite_steps[:1]}
     if lost:

@@ -91,7 +91,6 @@ def _environment() -> jinja2.Environment:
         "log_share": log_share,
         "median": statistics.median,
         "number": humanize.number,
-        "parent": lambda path: path.rpartition("/")[0],
         "percent": html.percent,
         "plural": humanize.count,
         "printable": errors.printable,

@@ -59,6 +59,12 @@ def dataclass_objects():
         yield State(count, layers, adam, averages, jax.random.key(step))
 
 
+def leaf_beside_layers():
+    for step in (1, 2, 3):
+        layer = {"kernel": jnp.ones(8), "bias": jnp.ones(4)}
+        yield {"params": {"enc": layer, "head": jnp.full(8, 4.0**step)}}
+
+
 def save_steps(run, states):
     with flaxckpt.Checkpointer(run) as ckpt:
         on_step = flaxckpt.CheckpointCallback(
@@ -88,6 +94,7 @@ def changes_of(page):
             {"inside/lin": "00", "inside/norm": "00", "out": "ww"},
         ),
         (dataclass_objects, {"weights/enc": "cc", "weights/out": "ww"}),
+        (leaf_beside_layers, {"params/enc": "00", "params/head": "ww"}),
     ],
 )
 def test_layers_match_model_in_any_state(tmp_path, states, wanted):

@@ -387,7 +387,7 @@ def test_comparison_sums_layers_and_draws_changes_by_logarithm(tmp_path, open_pa
     changes = {"a/w": 0.01, "a/v": 0.01, "b/w": 10.0, "b/v": 0.0, "c/w": 1e-5}
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (0, 1):
-            layers = {"a": {}, "b": {}, "c": {}}
+            layers = {"a": {}, "b": {}, "c": {}, "d": np.ones(4) * (1 + step / 10**3.5)}
             for path, change in changes.items():
                 layers[path[0]][path[2]] = np.ones(4) * (1 + step * change)
             run.save(step, {"params": layers})
@@ -396,12 +396,13 @@ def test_comparison_sums_layers_and_draws_changes_by_logarithm(tmp_path, open_pa
     assert [(name, round(float(rel), 6)) for name, rel, _ in rows] == [
         ("b", 10.0),
         ("a", 0.01),
+        ("d", 0.000316),
         ("c", 1e-5),
     ]
     widths = [float(re.findall('width="([0-9.]+)%"', row)[1]) for *_, row in rows]
-    assert widths == [100.0, 50.0, 0.0]
+    assert widths == [100.0, 50.0, 25.0, 0.0]
     counts = [re.findall("<td[^>]*>([^<]*)</td>", row)[-1] for *_, row in rows]
-    assert counts == ["1", "2", "1"], "of the leaves that changed"
+    assert counts == ["1", "2", "1", "1"], "of the leaves that changed"
 
 
 def test_compares_first_step_with_next_by_default(made, open_page):
