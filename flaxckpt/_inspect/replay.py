@@ -78,6 +78,8 @@ class ReplayReport:
         """The step of the first checkpoint that was not reproduced, if any."""
         return None if self.ok else self.compared[-1]
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         title = f"{self.run}: steps {self.step_a} to {self.step_b} repeated"
         if self.ok:
@@ -164,11 +166,7 @@ def replay(
             state, or several processes.
         CheckpointError: See `load`.
     """
-    if not callable(train_step):
-        raise errors.OptionError(
-            "train_step must be a function of a state and a batch, got"
-            f" {_util.arguments.describe(train_step)}"
-        )
+    _util.arguments.check_function("train_step", train_step, "of a state and a batch")
     _check_arguments(train_step, dataset)
     if _util.job.is_distributed():
         raise errors.OptionError(

@@ -682,6 +682,13 @@ class Checkpointer(Closing):
         for trainer in self._session.trainers:
             trainer.abandon(error)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise errors.ArgumentError(
+            "a Checkpointer cannot be pickled or copied, as its threads and locks are"
+            " those of this process: pass its directory, and make a Checkpointer there,"
+            " with read_only=True if it only reads"
+        )
+
     def __repr__(self) -> str:
         return f"Checkpointer({str(self.directory)!r})"
 

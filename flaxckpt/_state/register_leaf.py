@@ -68,8 +68,5 @@ def register_leaf(
             " of your own"
         )
     for name, function in (("to_arrays", to_arrays), ("from_arrays", from_arrays)):
-        if not callable(function):
-            raise errors.OptionError(
-                f"{name} must be a function, got {_util.arguments.describe(function)}"
-            )
+        _util.arguments.check_function(name, function)
     leaf_types.add(leaf_types.LeafType(cls, to_arrays, from_arrays))

@@ -138,6 +138,7 @@ class CheckpointCallback(Closing):
             raise errors.OptionError(
                 f"preflight must be True, False or 'warn', got {preflight!r}"
             )
+        _util.arguments.check_function("clock", clock, "that returns seconds")
         if temporary and every_secs is None and overhead is None:
             raise errors.OptionError(
                 "temporary=True applies only to saves by time: pass every_secs"

@@ -36,11 +36,7 @@ def check(
     The first step gives the state to save: its types may differ from those of `state`.
     Raises ResumeMismatchError if the results differ.
     """
-    if not callable(step_fn):
-        raise errors.OptionError(
-            "step_fn must be a function of a state and a batch, got"
-            f" {_util.arguments.describe(step_fn)}"
-        )
+    _util.arguments.check_function("step_fn", step_fn, "of a state and a batch")
     with _trial_directory(checkpointer) as directory:
         trial = beside(checkpointer, directory)
 

@@ -112,6 +112,13 @@ def check_not_negative(name: str, value: Any) -> None:
         raise errors.OptionError(f"{name} must be 0 or more, got {value}")
 
 
+def check_function(name: str, value: Any, meaning: str = "") -> None:
+    """Raises OptionError if `value` cannot be called; `meaning` says what it does."""
+    if not callable(value):
+        wanted = f"a function {meaning}" if meaning else "a function"
+        raise errors.OptionError(f"{name} must be {wanted}, got {describe(value)}")
+
+
 def check_timeout(value: Any) -> None:
     """Raises OptionError unless `timeout_secs` is None or a number of at least 0."""
     if value is not None:

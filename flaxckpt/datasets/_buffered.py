@@ -62,10 +62,8 @@ class Buffered(Closing, Generic[Batch]):
         self.iterator = iterator
         self._adapter = _adapters.find(iterator)
         self._depth = _util.arguments.check_int("depth", depth, least=1)
-        if transform is not None and not callable(transform):
-            raise errors.OptionError(
-                f"transform must be a function of a batch, got {transform!r:.80}"
-            )
+        if transform is not None:
+            _util.arguments.check_function("transform", transform, "of a batch")
         self._transform = transform
         self._state: _State | None = None  # the initial state, until a batch is taken
         self._batches: Iterator[Any] | None = None

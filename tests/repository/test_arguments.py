@@ -6,6 +6,8 @@ deep inside, print the values of a state, or be longer than a screen.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +239,15 @@ def test_checkpointer_methods_reject_invalid_arguments(here, call, says):
         lambda c: CheckpointCallback(c, every_steps=1, sinks=print),
         "sinks must be a list, got the function print",
     ),
+    clock=(
+        lambda c: CheckpointCallback(c, every_steps=1, clock=3),
+        "clock must be a function that returns seconds, got 3",
+    ),
+    pickled=(
+        lambda c: pickle.dumps(CheckpointCallback(c, every_steps=1)),
+        "a Checkpointer cannot be pickled or copied",
+    ),
+    copied=(copy.deepcopy, "pass its directory"),
     step_fn=(
         lambda c: CheckpointCallback(c, every_steps=1).check_resume(STATE, 3),
         "step_fn must be a function of a state and a batch, got 3",

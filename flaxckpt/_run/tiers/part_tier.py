@@ -58,10 +58,11 @@ class PeerOptions(NamedTuple):
             OptionError: They are not.
         """
         _util.arguments.check_int("staging_copies", self.copies, least=0)
-        if self.failure_domain is not None and not callable(self.failure_domain):
-            raise errors.OptionError(
-                "failure_domain must be a function of the process index that returns a"
-                f" name, got {self.failure_domain!r:.80}"
+        if self.failure_domain is not None:
+            _util.arguments.check_function(
+                "failure_domain",
+                self.failure_domain,
+                "of the process index that returns a name",
             )
         if self.network is not None:
             try:
