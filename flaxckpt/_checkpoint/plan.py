@@ -113,6 +113,8 @@ class RestorePlan:
             size += f", {_util.humanize.size(self.bytes_here)} here"
         return f"{self.path}: {describe_outcomes(self)}; {size}"
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

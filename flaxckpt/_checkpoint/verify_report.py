@@ -92,6 +92,8 @@ class VerifyReport:
         reason = f"{errors.first_few(list(files), 3)} ({names})" if files else names
         return f"{len(self.unreadable):,} of {count} cannot be read: {reason}"
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         size = _util.humanize.size(self.bytes_checked)
         size = f"{size} checked in {_util.humanize.secs(self.secs)}"

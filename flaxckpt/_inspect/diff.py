@@ -167,6 +167,8 @@ class CheckpointDiff:
         """The leaves in `changed` of another kind, shape or dtype."""
         return tuple(p for p, leaf in self.changed.items() if leaf.kind != "values")
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         lines = [f"{self.a} and {self.b}: {self._summary()}"]
         lines += _rows("only in the first", dict.fromkeys(self.only_in_a, ""))

@@ -80,6 +80,8 @@ class Simulation:
         """The largest size that a process writes relative to the mean; 1 is best."""
         return max(self.written_bytes) * self.processes / (self.total_bytes or 1)
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         mean = self.total_bytes / self.processes
         files, size = self.written_files, _util.humanize.size

@@ -172,6 +172,8 @@ class Suggestion:
     def _has_transforms(self) -> bool:
         return bool(self.rows or self.given or self.gguf is not None)
 
+    _repr_pretty_ = _util.card.show_printed
+
     def __str__(self) -> str:
         wanted = len(self.leaves) + len(self.left)
         lines = [

@@ -1,8 +1,9 @@
-"""Cards for notebooks: HTML that fits light and dark pages."""
+"""What notebooks show: cards, of HTML that fits light and dark pages, and reports."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from flaxckpt._util import html
 
@@ -53,3 +54,11 @@ def row(
         for n, cell in enumerate(cells)
     ]
     return html.element("tr", *elements, **attributes)
+
+
+def show_printed(report: object, printer: Any, is_cycle: bool) -> None:
+    """Shows a report in IPython and notebooks as `print` does, not by its fields.
+
+    A class has it as `_repr_pretty_`.
+    """
+    printer.text(str(report))

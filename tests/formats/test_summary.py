@@ -67,3 +67,17 @@ def test_card_shows_metrics_and_branches_and_escapes_names(tmp_path):
 def test_card_truncates_many_branches(tmp_path):
     flaxckpt.save(tmp_path / "a", {f"w{n}": np.ones(1) for n in range(40)})
     assert "… and 28 more" in flaxckpt.metadata(tmp_path / "a")._repr_html_()
+
+
+def test_notebooks_show_reports_as_print_does(tmp_path):
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    state = {"params": {"w": np.ones(2)}}
+    for name in ("a", "b"):
+        flaxckpt.save(tmp_path / name, state)
+    for report in (
+        flaxckpt.plan(tmp_path / "a", state),
+        flaxckpt.verify(tmp_path / "a"),
+        flaxckpt.diff(tmp_path / "a", tmp_path / "b"),
+        flaxckpt.suggest(tmp_path / "a", state),
+    ):
+        assert pretty(report) == str(report)
