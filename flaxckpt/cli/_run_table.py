@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ _COLUMNS = (
     TextColumn("size", is_number=True),
 )
 _BEST = 2
+_NAME_WIDTH = 24
+"""Longer names are folded before other cells are, or columns are left out."""
+
 _LEAST_COLUMNS = 4
 """Narrow terminals have at least these, and no others that do not fit."""
 
@@ -71,7 +75,7 @@ def find_runs(path: str) -> list[Location]:
     """Returns the runs and checkpoints below a directory; empty without any."""
     try:
         root = _formats.follow(_storage.paths.resolve(path))
-        found = _inspect.run_search.find(root, {})
+        found = _inspect.run_search.find(root, {}, with_empty=True)
     except errors.CheckpointError:
         return []
     return [place for place in found.values() if place.path != root]
@@ -83,9 +87,13 @@ def show(
     keep: Sequence[PreservationPolicy] | None,
     step_format: str | None,
     *,
+    sort: str | None,
     json: bool,
 ) -> int:
-    """Prints the runs, and returns the exit code: 1 if one is damaged or unreadable."""
+    """Prints the runs, and returns the exit code: 1 if one is damaged or unreadable.
+
+    Raises OptionError if no run has the metric to `sort` by.
+    """
     from flaxckpt import _report
 
     reports: dict[str, Report] = {}
@@ -99,9 +107,14 @@ def show(
         except (errors.CheckpointError, OSError) as error:
             why = errors.one_line(error)
             unread.append(_Run(place.name, str(place.path), place.is_run, error=why))
-    ranking = next(iter(_report.data.find_rankings(reports).values()))
+    ranking = _choose_ranking(_report.data.find_rankings(reports), sort)
     ranked = ranking.rank(reports)
     runs = [_describe(name, reports[name], ranking) for name in ranked] + unread
+    order = ranking.text if ranking.metric else ""
+    if sort in _ATTRIBUTES:
+        attribute = operator.attrgetter(_ATTRIBUTES[sort])
+        runs.sort(key=lambda run: attribute(run) or 0)
+        order = sort
     is_bad = any(run.damaged or run.error for run in runs)
     if json:
         _output.print_document({"path": path, "runs": runs})
@@ -113,7 +126,9 @@ def show(
         rows = [_row(run, metric) for run in runs]
         room = _output.terminal_width() if _output.is_terminal() else math.inf
         while len(columns) > _LEAST_COLUMNS:
-            if _output.table_width(columns, rows) <= room:
+            short = [[str(row[0])[:_NAME_WIDTH], *row[1:]] for row in rows]
+            if _output.table_width(columns, short) <= room:
+                columns[1:] = [column._replace(is_whole=True) for column in columns[1:]]
                 break
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         _output.print_table(columns, rows)
@@ -126,16 +141,34 @@ def show(
         parts = [_output.count(count, "run")] if count else []
         if others := len(runs) - count:
             parts.append(_output.count(others, "checkpoint"))
-        order = f"; by {ranking.text}" if ranking.metric else ""
-        _output.print_paragraph(f"{' and '.join(parts)}{size}{order}")
+        by = f"; by {order}" if order else ""
+        _output.print_paragraph(f"{' and '.join(parts)}{size}{by}")
     return _app.FINDING if is_bad else _app.SUCCESS
+
+
+def _choose_ranking(rankings: Mapping[str, RunRanking], sort: str | None) -> RunRanking:
+    """Returns the order of --sort; that of the policies without a metric."""
+    if sort is None or sort in _ATTRIBUTES:
+        return next(iter(rankings.values()))
+    for name, ranking in rankings.items():
+        if sort in (ranking.metric, name):
+            return ranking
+    names = dict.fromkeys(each.metric for each in rankings.values() if each.metric)
+    raise errors.OptionError(
+        f"--sort {sort} is neither saved, size nor a metric of a run: the metrics are"
+        f" {errors.first_few([*names], _MOST_NAMED) or 'none'}"
+    )
+
+
+_ATTRIBUTES = {"saved": "created", "size": "bytes"}
+_MOST_NAMED = 12
 
 
 def _describe(name: str, report: Report, ranking: RunRanking) -> _Run:
     from flaxckpt import _report
 
-    found: dict[str | None, MetricValue | None] = dict(report.bests)
-    found.setdefault(ranking.metric, ranking.find_best(report))
+    first: dict[str | None, MetricValue | None]
+    first = {ranking.metric: ranking.find_best(report)}
     newest = report.good[-1] if report.good else None
     return _Run(
         name,
@@ -144,7 +177,11 @@ def _describe(name: str, report: Report, ranking: RunRanking) -> _Run:
         steps=len(report.steps) if report.is_run else None,
         newest=None if newest is None else newest.step,
         created=None if newest is None else newest.created,
-        best={m: _Best(p.step, p.value) for m, p in found.items() if m and p},
+        best={
+            m: _Best(p.step, p.value)
+            for m, p in (first | dict(report.bests) | first).items()
+            if m and p
+        },
         damaged=[*report.faults],
         verdict=_report.flight_recorder.describe_state(report),
         bytes=report.bytes,

@@ -44,13 +44,15 @@ def ls(
         Option("-n", "--newest", min=1, metavar="N", help="Show the N newest steps."),
     ] = None,
     sort: Annotated[
-        str,
+        str | None,
         Option(
             "--sort",
             metavar="KEY",
-            help="step, saved, size or the name of a metric: the largest comes last.",
+            help="step, saved, size or the name of a metric: the largest comes last."
+            " Of runs, saved, size, METRIC, min:METRIC or max:METRIC: the best in the"
+            " metric comes first.",
         ),
-    ] = "step",
+    ] = None,
     watch: Annotated[
         bool,
         Option("--watch", "-w", help="Show new steps as they are saved, until Ctrl-C."),
@@ -70,7 +72,7 @@ def ls(
     Exits with 1 if a step is known to be damaged.
 
     Example:
-      flaxckpt ls runs
+      flaxckpt ls runs --sort eval/loss
       flaxckpt ls runs/7 -n 10
       flaxckpt ls runs/7 --keep latest:3 --keep best:1:eval/loss:min
     """
@@ -83,23 +85,24 @@ def ls(
         _inspect.listing.listing, path, keep=policies, step_format=step_format
     )
     if watch:
-        return _watch(list_steps, newest, sort)
+        return _watch(list_steps, newest, sort or "step")
     try:
         listing = list_steps(newest=newest)
     except errors.CheckpointFormatError:
         found = _run_table.find_runs(path)
         if not found:
             raise
-        if newest is not None or sort != "step":
+        if newest is not None or sort == "step":
+            option = "--newest" if newest is not None else "--sort step"
             raise errors.OptionError(
-                f"{path} is a directory of runs: --newest and --sort need one of them,"
-                f" such as {found[0].path}"
+                f"{path} is a directory of runs: {option} needs one of them, such as"
+                f" {found[0].path}"
             ) from None
-        return _run_table.show(path, found, policies, step_format, json=json)
+        return _run_table.show(path, found, policies, step_format, sort=sort, json=json)
     if json:
         _output.print_document(listing)
     else:
-        print("\n".join(_lines(listing, sort)))
+        print("\n".join(_lines(listing, sort or "step")))
     return _app.FINDING if listing.has_damage else _app.SUCCESS
 
 

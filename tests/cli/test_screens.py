@@ -126,6 +126,16 @@ def test_table_of_runs_leaves_out_last_columns_on_narrow_terminal(losses, termin
         assert "healthy" in table[1]
 
 
+def test_table_of_runs_folds_long_names_first(tmp_path, terminal):
+    for name in ("a", "b" * 200):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            run.save(1, {"w": np.ones(2)}, metrics={"loss": 1.0})
+    header, first, *long, _ = terminal(90, "ls", tmp_path)
+    assert header.split() == ["run", "verdict", "steps", "newest", "saved", "size"]
+    assert first.split()[:3] == ["a", "healthy", "1"]
+    assert "".join(line.split()[0] for line in long) == "b" * 200
+
+
 def test_suggestion_fits_narrow_terminal(tmp_path, terminal, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, part in (("old", "encoder"), ("new", "backbone")):

@@ -257,4 +257,24 @@ def test_ls_lists_directory_of_runs(tmp_path, monkeypatch, command):
     assert found[1]["best"] == {"loss": {"step": 2, "value": 1.0}}
     assert found[1]["bytes"] > 0
     assert found[1]["verdict"] == "1 damaged step: 3"
-    assert "need one of them" in command.refuses("ls", "runs", "-n", 1)
+    assert "needs one of them" in command.refuses("ls", "runs", "-n", 1)
+
+
+def test_ls_sorts_runs_and_says_which_have_no_steps(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    for name, loss, speed in (("a", 1.0, 5.0), ("b", 2.0, 7.0), ("c", 3.0, 6.0)):
+        with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
+            run.save(1, {"w": np.ones(2)}, metrics={"loss": loss, "speed": speed})
+    with flaxckpt.Checkpointer(tmp_path / "runs/new"):
+        pass
+    for key, wanted in (
+        ("loss", "abc"),
+        ("speed", "acb"),
+        ("max:speed", "bca"),
+        ("saved", "abc"),
+    ):
+        *rows, last = command.text("ls", "runs", "--sort", key)[1:]
+        assert [row.split()[0] for row in rows if "healthy" in row] == [*wanted]
+        assert last.endswith(f"{key}, lowest first") or ":" in key or key == "saved"
+        assert any(row.split()[:4] == ["new", "no", "steps", "0"] for row in rows)
+    assert "the metrics are loss, speed" in command.refuses("ls", "runs", "--sort", "x")
