@@ -35,13 +35,13 @@ class Resume(NamedTuple):
 
 def judge(report: Report) -> RunVerdict:
     """Returns the verdict on a run or a checkpoint: the worst news first."""
-    if not report.steps and not report.history:
-        return RunVerdict("idle", "No steps yet.")
     found = [*_describe_damage(report), *_describe_failure(report)]
     if (diverged := find_divergence(report)) is not None:
         found.insert(0, _describe_divergence(report, diverged))
     is_verified = report.states["verified"] == len(report.integrity)
     is_bad = bool(found)
+    if not report.steps:
+        found.insert(0, "no step is left" if report.history else "no steps yet")
     good = "healthy" if is_verified else "healthy as far as looked at"
     found = found or [good if report.is_run else "no damage is known"]
     found += filter(None, [report.notes.get("journal")])
@@ -54,6 +54,8 @@ def judge(report: Report) -> RunVerdict:
         found.append(f"{what} {point.value:.4g} at step {point.step:,} ({_name(name)})")
     text = ("; " if is_bad else ", ").join(found)
     text = f"{text[:1].upper()}{text[1:]}."
+    if not (is_bad or report.steps):
+        return RunVerdict("idle", text)
     return RunVerdict(
         "bad" if is_bad else "good" if is_verified else "unverified", text
     )
@@ -70,8 +72,7 @@ def describe_state(report: Report) -> str:
         none = "no step can be used"
         texts[-1] += f": {errors.first_few(newest, 3) if report.good else none}"
     texts += _describe_failure(report)
-    is_idle = not report.steps and not report.history
-    return ", ".join(texts) or ("no steps" if is_idle else "healthy")
+    return ", ".join(texts) or ("healthy" if report.steps else "no steps")
 
 
 def _name(name: str) -> str:

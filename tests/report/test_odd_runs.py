@@ -24,6 +24,13 @@ def run_of(root, rows, state=None):
     return root
 
 
+def delete_steps(root):
+    run_of(root, {1: {}})
+    with flaxckpt.Checkpointer(root) as run:
+        run.delete(1)
+    return root
+
+
 def damage_journals(root):
     run_of(root, {1: {"m": 1.0}, 2: {"m": 0.5}})
     for journal in root.glob("*.jsonl"):
@@ -50,6 +57,7 @@ def ten_thousand_steps(root):
 
 ODD = {
     "no steps": (lambda root: run_of(root, {}), "No steps yet."),
+    "deleted steps": (delete_steps, "No step is left."),
     "one step": (
         lambda root: run_of(root, {5: {"m": 1.0}}),
         "Healthy as far as looked at, last 1 at step 5 (m).",
@@ -87,6 +95,8 @@ def test_page_describes_unusual_run_without_errors(show, tmp_path, name):  # noq
     opened = show(page_of(make(tmp_path / "run")), width=390)
     page = opened.page
     assert said in page.inner_text("body")
+    axes = page.locator("#recorder .u-axis, #recorder [aria-label=Steps]")
+    assert axes.count() > 0 or name == "no steps"
     for section in page.query_selector_all("section > details:not([open]) > summary"):
         section.click()
     for selector in (".u-over", "canvas.lanes", "canvas.brush", ".heat canvas"):
@@ -112,7 +122,8 @@ def test_unusual_run_renders_tables_without_script(browser, tmp_path, name):  # 
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(file.as_uri())
-    count = {"no steps": 0, "one step": 1, "ten thousand steps": 200}.get(name, 2)
+    counts = {"no steps": 0, "one step": 1, "deleted steps": 1}
+    count = {**counts, "ten thousand steps": 200}.get(name, 2)
     assert page.locator("#steps tbody tr").count() == count
     assert page.locator(".verdict").is_visible()
     assert page.locator(".control:visible, .drawn:visible").count() == 0

@@ -6,17 +6,19 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt.policies import BestN
 from tests.helpers.ui_server import serving
 from tests.ui.test_browser import Page, browser, sync_api  # noqa: F401
 
 expect = sync_api.expect
 HOSTILE = "<img src=x onerror=\"document.title='run'\">"
 COUNT = 100
+LONG = "a-long-metric"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A hundred runs and three odd ones, two of which come first."""
+    """A hundred runs and four odd ones, three of which come first."""
     root = tmp_path_factory.mktemp("odd")
     with flaxckpt.Checkpointer(root / "run-00") as run:
         for step in (1, 2):
@@ -27,6 +29,9 @@ def served(tmp_path_factory):
     (journal / "events.jsonl").write_bytes(b"\x00\xff{}\n[1]\nnull\n{")
     shutil.copytree(root / "run-00", root / ("b" * 250))
     shutil.copytree(root / "run-00", root / HOSTILE)
+    long = "m" * 500
+    with flaxckpt.Checkpointer(root / LONG, keep=[BestN(1, long, "min")]) as run:
+        run.save(1, {"w": np.zeros(3)}, metrics={long: 1.0})
     with serving(root) as server:
         server.root = root
         yield server
@@ -44,7 +49,7 @@ def test_page_shows_hundred_runs(browser, served, width):  # noqa: F811
     rows = read_all(found)
     expect(rows).to_have_count(60)
     names = page.locator("#all-runs tr[data-run], #all-runs .more li")
-    assert names.count() == COUNT + 3 == len(list(served.root.iterdir()))
+    assert names.count() == COUNT + 4 == len(list(served.root.iterdir()))
     curve = page.locator("figure[data-metric=loss] .u-over")
     curve.hover()  # scrolls, which hides what is said of a point
     curve.hover(position={"x": 60, "y": 60})
@@ -55,6 +60,12 @@ def test_page_shows_hundred_runs(browser, served, width):  # noqa: F811
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     button = page.locator(f"button[data-series={'b' * 250}]")
     assert button.bounding_box()["height"] < 40, "a long name takes one line"
+    cell = page.locator(f"#all-runs tr[data-run={LONG}] td:nth-child(3)")
+    assert cell.bounding_box()["width"] < 300
+    page.locator("#news").evaluate(
+        "each => { each.textContent = 'step 1 '.repeat(40); }"
+    )
+    assert page.locator("header h1").bounding_box()["width"] > 120
     assert found.is_quiet, found.messages
     found.context.close()
 
@@ -68,6 +79,7 @@ def test_page_shows_hundred_runs(browser, served, width):  # noqa: F811
             "Healthy as far as looked at, its journal cannot be read, last 0.5 at",
         ),
         ("b" * 250, "Healthy"),
+        (LONG, "Healthy"),
         (HOSTILE, "Healthy"),
     ],
 )

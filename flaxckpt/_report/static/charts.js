@@ -961,7 +961,7 @@
     track(place) {
       const curves = data.metrics.slice(0, 1).map((metric) => addMetric(place, metric, 250));
       for (const each of curves) each.hasEvents = true;
-      const parts = saved.length > 1 ? [new Lanes(), new Brush()] : [new Lanes()];
+      const parts = [new Lanes(), !curves.length && new Axis("", 20, "Steps"), saved.length > 1 && new Brush()].filter(Boolean);
       place.append(...parts.map((part) => part.canvas), keyOfTrack());
       return [...curves, ...parts];
     },
