@@ -156,18 +156,17 @@ def test_new_step_appears_while_run_saves(visit, runs):
     page = opened.open("/run", run="growing")
     page.wait_for_selector("#steps tr[data-step='2']")
     page.click("#saves > details > summary")  # folds stay as the reader set them
-    page.click("#metrics > details > summary")
+    page.click("#steps > details > summary")
     sync_api.expect(page.locator("#news")).to_have_text("up to date")
     with flaxckpt.Checkpointer(runs / "growing") as run:
         save(run, 3)
-    page.wait_for_selector("#steps tr[data-step='3']", timeout=PATIENCE_MS)
+    page.wait_for_selector("#steps tr[data-step='3']", state="attached")
     sync_api.expect(page.locator("#news")).to_have_text("step 3 saved")
     age = page.locator("[data-card=newest] time")
     sync_api.expect(age).to_have_text(re.compile("^[0-9]+ (s|min) ago$"))
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d$", age.get_attribute("data-tip"))
     assert page.get_attribute("#saves > details", "open") is not None
-    assert page.get_attribute("#metrics > details", "open") is None
-    assert page.get_attribute("#steps > details", "open") is not None
+    assert page.get_attribute("#steps > details", "open") is None
     sync_api.expect(page.locator("figure[data-metric=loss] .facts")).to_contain_text(
         "at step 3"
     )
