@@ -164,10 +164,8 @@ def _events(report: Report) -> list[JSON]:
         if resume.stopped is not None and resume.stopped >= resume.step:
             text = f"the process ended after the save of step {resume.stopped:,}"
             found.append((resume.stopped, "stopped", text))
-        when = humanize.when(resume.time)
-        found.append(
-            (resume.step, "resumed", f"resumed from step {resume.step:,}, {when}")
-        )
+        text = f"resumed from step {resume.step:,}, {humanize.when(resume.time)}"
+        found.append((resume.step, "resumed", text))
     for event in report.happened:
         if event.step is not None and event.kind in _HAPPENINGS:
             text = f"step {event.step:,}: {event.kind.replace('_', ' ')}"

@@ -48,8 +48,7 @@ def judge(report: Report) -> RunVerdict:
     if count := len(find_resumes(report)):
         times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")
         found.append(f"resumed {times}")
-    best = _find_best(report)
-    if best is not None:
+    if (best := _find_best(report)) is not None:
         what, name, point = best
         found.append(f"{what} {point.value:.4g} at step {point.step:,} ({_name(name)})")
     text = ("; " if is_bad else ", ").join(found)

@@ -49,7 +49,8 @@
   }
 
   const number = (value) => (value === null ? "not finite" : String(value));
-  const whole = (value) => Math.round(value).toLocaleString("en");
+  // One formatter: toLocaleString makes one each time.
+  const whole = new Intl.NumberFormat("en").format;
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
   function create(tag, given = {}, ...children) {
@@ -148,7 +149,8 @@
       each.value = value;
       each.dispatchEvent(new Event(each.localName === "select" ? "change" : "input", { bubbles: true }));
     }
-    setRange(given.get("steps")?.split("-").map(Number));
+    // Without a range in the address or now, all is drawn already.
+    if (given.has("steps") || view.range) setRange(given.get("steps")?.split("-").map(Number));
     chooseStep(given.has("step") ? Number(given.get("step")) : null);
     clearTimeout(remembering);
     writeAddress("replaceState");
@@ -718,9 +720,9 @@
 
     // The text of the nearest mark in the lane of the pointer.
     tip(x, y) {
-      const near = this.marks.filter((mark) => Math.abs(mark[1] - y) < 11)
-        .sort((a, b) => Math.abs(a[0] - x) - Math.abs(b[0] - x))[0];
-      this.show(near && Math.abs(near[0] - x) < 14 ? near : undefined);
+      const far = (mark) => Math.abs(mark[0] - x);
+      this.show(this.marks.filter((mark) => Math.abs(mark[1] - y) < 11 && far(mark) < 14)
+        .sort((a, b) => far(a) - far(b))[0]);
     }
 
     show(mark) {

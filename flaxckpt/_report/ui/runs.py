@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Literal
 from flaxckpt import errors
 from flaxckpt._inspect.run_search import Location
 from flaxckpt._report import chart_data, content, data, flight_recorder, templates
-from flaxckpt._report.content import Content
 from flaxckpt._report.data import MetricValue, Report
 from flaxckpt._report.ui import feeds, frame
 from flaxckpt._report.ui.workspace import Query, Workspace
@@ -42,23 +42,27 @@ def overview(workspace: Workspace, query: Query) -> html.Markup:
 def _show(workspace: Workspace, place: Location) -> html.Markup:
     workspace.feeds.latest(place)  # the first report has a version
     version = workspace.version(place)
-    shown = _describe_run(workspace, place)
-    return frame.render("ui/overview.html", workspace, place, version=version, **shown)
+    shown = _render_sections(workspace, place, content.MOST_STEPS, version)
+    return frame.render(
+        "ui/overview.html", workspace, place, version=version, sections=shown
+    )
 
 
 def sections(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
     most = None if query.text("all") else content.MOST_STEPS
-    shown = _describe_run(workspace, place, most)
-    return templates.render("ui/sections.html", place=place, **shown)
+    return _render_sections(workspace, place, most, workspace.version(place))
 
 
-def _describe_run(
-    workspace: Workspace, place: Location, most: int | None = content.MOST_STEPS
-) -> Content:
+@functools.lru_cache(maxsize=8)
+def _render_sections(
+    workspace: Workspace, place: Location, most: int | None, version: str
+) -> html.Markup:
+    """Returns the sections on a run; renders them once for all who ask of a version."""
     shown = content.describe(workspace.report(place), most)
-    return {**shown, "runs": workspace.places.runs.values()}
+    runs = workspace.places.runs.values()
+    return templates.render("ui/sections.html", place=place, runs=runs, **shown)
 
 
 def listed(workspace: Workspace) -> list[Location]:
