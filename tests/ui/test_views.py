@@ -676,8 +676,13 @@ def test_lineage_links_to_run_of_its_source(tmp_path, open_page):
         on_step = flaxckpt.CheckpointCallback(run)
         on_step.restore_or_init(started, source=tmp_path / "first")
         run.save(1, started)
-    shown = ask("/run/sections", open_page(tmp_path), run="second")
-    assert '<strong><a href="/run?run=first">first</a></strong>' in shown
+    away = shutil.move(tmp_path / "first", tmp_path.with_name("away"))
+    space = open_page(tmp_path)
+    link = '<strong><a href="/run?run=first">first</a></strong>'
+    assert link not in ask("/run/sections", space, run="second")
+    shutil.move(away, tmp_path / "first")
+    look_again(space)
+    assert link in ask("/run/sections", space, run="second")
 
 
 def test_directory_shows_metrics_and_row_of_each_run(made, open_page):

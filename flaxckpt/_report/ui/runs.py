@@ -42,7 +42,7 @@ def overview(workspace: Workspace, query: Query) -> html.Markup:
 def _show(workspace: Workspace, place: Location) -> html.Markup:
     workspace.feeds.latest(place)  # the first report has a version
     version = workspace.version(place)
-    shown = _render_sections(workspace, place, content.MOST_STEPS, version)
+    shown = _sections(workspace, place, content.MOST_STEPS)
     return frame.render(
         "ui/overview.html", workspace, place, version=version, sections=shown
     )
@@ -51,17 +51,27 @@ def _show(workspace: Workspace, place: Location) -> html.Markup:
 def sections(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
-    most = None if query.text("all") else content.MOST_STEPS
-    return _render_sections(workspace, place, most, workspace.version(place))
+    return _sections(
+        workspace, place, None if query.text("all") else content.MOST_STEPS
+    )
+
+
+def _sections(workspace: Workspace, place: Location, most: int | None) -> html.Markup:
+    workspace.feeds.latest(place)  # of which the version tells
+    runs = tuple(workspace.places.runs.values())
+    return _render_sections(workspace, place, most, workspace.version(place), runs)
 
 
 @functools.lru_cache(maxsize=8)
 def _render_sections(
-    workspace: Workspace, place: Location, most: int | None, version: str
+    workspace: Workspace,
+    place: Location,
+    most: int | None,
+    version: str,
+    runs: tuple[Location, ...],
 ) -> html.Markup:
     """Returns the sections on a run; renders them once for all who ask of a version."""
     shown = content.describe(workspace.report(place), most)
-    runs = workspace.places.runs.values()
     return templates.render("ui/sections.html", place=place, runs=runs, **shown)
 
 
