@@ -68,14 +68,23 @@ def pin(path: Path) -> None:
     with _change(path, "pin"):
         pinned = _steps.markers.pin(path)
         try:
-            if _formats.identify(path) is None:
-                raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
+            try:
+                _check_there(path)
+            except FileNotFoundError:  # or it is just being replaced, with its pin
+                file = _formats.items.file_to_lock(path)
+                with _storage.of(path).lock_file(file, path):
+                    _check_there(path)
             _check_not_being_deleted(path)
         except (OSError, errors.CheckpointError) as error:
             # A pin that was there before stays, unless the step is gone.
             if pinned.is_new or isinstance(error, FileNotFoundError):
                 pinned.undo()
             raise
+
+
+def _check_there(path: Path) -> None:
+    if _formats.identify(path) is None:
+        raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
 
 
 def _check_not_being_deleted(path: Path) -> None:

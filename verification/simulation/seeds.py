@@ -29,4 +29,5 @@ RUNS: dict[int, str] = {
     13221: "a pin was lost to a deletion whose process had died",
     3231: "an overwrite after a deletion whose process died was counted as a policy's",
     9390: "metrics added to a step that was just deleted were left for ever",
+    62818: "a pin of a pinned step that was being replaced took its pin away",
 }
