@@ -227,18 +227,9 @@ def draw_runs(
     names = [*map(errors.printable, sorted(reports, key=age))]
     shown = {run for lines in metrics.values() for run in lines}
     named = [[*map(errors.printable, runs)] for runs in groups.values()]
-    return templates.render(
-        "runs.html",
-        runs=sorted(shown),
-        data={
-            "runs": {
-                "names": names,
-                "metrics": drawn,
-                "is_whole": is_whole,
-                "groups": [*zip(groups, named, strict=True)] if len(groups) > 1 else [],
-            }
-        },
-    )
+    pairs = [*zip(groups, named, strict=True)] if len(groups) > 1 else []
+    data = {"names": names, "metrics": drawn, "is_whole": is_whole, "groups": pairs}
+    return templates.render("runs.html", runs=sorted(shown), data={"runs": data})
 
 
 # ---- layers -----------------------------------------------------------------------

@@ -55,6 +55,7 @@ class LeafHistory(NamedTuple):
             the leaves of the optimizer and for copies, as averages; `other` for
             counters and random keys.
         norms: Step -> the norm, ascending; NaN if a value in the sample is not finite.
+        sampled: Step -> the number of values in the sample.
         last: The sample of the last step.
         drawn: Step -> its sample, of the steps whose histograms are drawn.
     """
@@ -63,6 +64,7 @@ class LeafHistory(NamedTuple):
     group: str
     kind: Literal["layer", "optimizer", "other"]
     norms: Mapping[int, float]
+    sampled: Mapping[int, int]
     last: LeafSample
     drawn: Mapping[int, LeafSample]
 

@@ -256,16 +256,22 @@ def choose_pair(
 
 
 def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
-    """Returns step -> the relative change of the norm of a layer since the save before.
+    """Returns step -> the relative change of the norm of a layer since another sample.
 
-    A norm that is not finite is an infinite change. Each leaf is compared with itself:
-    short saves sample only some of the leaves.
+    A norm that is not finite is an infinite change. Each leaf is compared with itself,
+    because short saves sample only some of the leaves, and with its last sample of as
+    many values: norms of other samples differ by more than most changes.
     """
     squares: dict[int, tuple[float, float]] = {}
     for leaf in leaves:
-        for (_, before), (step, norm) in itertools.pairwise(leaf.norms.items()):
-            old, new = squares.get(step, (0.0, 0.0))
-            squares[step] = old + before * before, new + norm * norm
+        known: dict[int, float] = {}
+        for (then, last), (step, norm) in itertools.pairwise(leaf.norms.items()):
+            known[leaf.sampled[then]] = last
+            has_jumped = not last / 2 < norm < 2 * last  # or it is not finite
+            before = last if has_jumped else known.get(leaf.sampled[step])
+            if before is not None:
+                old, new = squares.get(step, (0.0, 0.0))
+                squares[step] = old + before * before, new + norm * norm
     changes = {}
     for step, square in sorted(squares.items()):
         old, new = map(math.sqrt, square)
@@ -332,6 +338,7 @@ def choose_leaf(report: Report) -> tuple[str, str] | None:
     if jumped is not None and find_divergence(report) is not None:
         how = "first" if len(jumped.names) == 1 else "most"
         return jumped.names[0], f"jumped {how}, at step {jumped.step:,}"
-    changes = {leaf.path: [*find_changes([leaf]).values()][-1] for leaf in known}
+    found = {leaf.path: [*find_changes([leaf]).values()][-1:] for leaf in known}
+    changes = {path: each[0] for path, each in found.items() if each}
     most = max(changes, key=changes.__getitem__, default=None)
     return None if most is None else (most, "changed most at the last save")

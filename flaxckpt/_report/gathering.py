@@ -162,9 +162,7 @@ def _read_metadata(
     listing: Listing, good: Sequence[Step], notes: dict[str, str]
 ) -> CheckpointMetadata | None:
     """Returns the metadata of the newest checkpoint that can be read, or None."""
-    notes["sizes"] = (
-        "No step can be read." if listing.steps else "There are no steps yet."
-    )
+    notes["sizes"] = "No step can be read." if listing.steps else "There are no steps."
     for step in good[: -_MOST_TRIED - 1 : -1]:
         try:
             metadata = locate.read_metadata(_storage.paths.from_text(step.path))
@@ -301,6 +299,7 @@ def _leaf_histories(
     recorded = {samples.step: samples for samples in _run.sample_log.read(root)}
     steps = sorted(recorded)
     norms: dict[LeafPath, dict[int, float]] = {}
+    sampled: dict[LeafPath, dict[int, int]] = {}
     drawn: dict[LeafPath, dict[int, LeafSample]] = {}
     last: dict[LeafPath, LeafSample] = {}
     places = [n / _MOST_RIDGES for n in range(_MOST_RIDGES + 1)] if steps else []
@@ -308,6 +307,7 @@ def _leaf_histories(
     for step in steps:
         for path, leaf in recorded[step].leaves.items():
             norms.setdefault(path, {})[step] = math.nan if leaf.nonfinite else leaf.norm
+            sampled.setdefault(path, {})[step] = leaf.sampled
             if not any(leaf.histogram):  # without a finite value
                 leaf = leaf._replace(mean=math.nan, min=math.nan, max=math.nan)
             last[path] = leaf
@@ -319,6 +319,7 @@ def _leaf_histories(
             parts.group_of(path, repeated),
             _kind(path, repeated, infos.get(path)),
             norms[path],
+            sampled[path],
             leaf,
             drawn.get(path, {}),
         )

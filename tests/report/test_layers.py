@@ -117,6 +117,17 @@ def test_leaf_unsampled_by_short_save_counts_as_unchanged(tmp_path):
     assert changes_of(page_of(run)) == whole
 
 
+def test_layer_is_compared_with_samples_of_as_many_values(tmp_path):
+    run = save_steps(tmp_path / "run", [{"params": {"w": jnp.ones(8)}}] * 5)
+    statistics = run / "statistics.jsonl"
+    rows = [json.loads(row) for row in statistics.read_text().splitlines()]
+    samples = [(8, 4.0), (4, 3.0), (8, 4.0), (4, 3.03), (8, 40.0)]
+    for row, (sampled, norm) in zip(rows, samples, strict=True):
+        row["leaves"]["params/w"][1:3] = sampled, norm
+    statistics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert changes_of(page_of(run)) == {"params": ".0hz"}
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -827,10 +827,10 @@
 
   function changeOf(cell) {
     if (cell === "!") return "not finite";
-    if (cell === ".") return "not recorded";
+    if (cell === ".") return "not comparable";
     const percent = 1e-3 * 10 ** (parseInt(cell, 36) / 35 * DECADES);
     const bound = { 0: " or less", z: " or more" }[cell] ?? "";
-    return `the norm changed by ${Number(percent.toPrecision(2))} %${bound} since the save before`;
+    return `the norm changed by ${Number(percent.toPrecision(2))} %${bound} since the last like sample`;
   }
 
   // A row of the heat map: a layer at each save, with its histograms when unfolded.
