@@ -260,23 +260,25 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
 
     A norm that is not finite is an infinite change. Each leaf is compared with itself,
     because short saves sample only some of the leaves, and with its last sample of as
-    many values: norms of other samples differ by more than most changes.
+    many values: norms of other samples differ by more than most changes. Without one,
+    it counts as unchanged beside other leaves; alone, its change is unknown.
     """
-    squares: dict[int, tuple[float, float]] = {}
+    squares: dict[int, tuple[float, float, int]] = {}
     for leaf in leaves:
         known: dict[int, float] = {}
         for (then, last), (step, norm) in itertools.pairwise(leaf.norms.items()):
             known[leaf.sampled[then]] = last
             has_jumped = not last / 2 < norm < 2 * last  # or it is not finite
-            before = last if has_jumped else known.get(leaf.sampled[step])
-            if before is not None:
-                old, new = squares.get(step, (0.0, 0.0))
-                squares[step] = old + before * before, new + norm * norm
+            is_known = has_jumped or leaf.sampled[step] in known
+            before = last if has_jumped else known.get(leaf.sampled[step], norm)
+            old, new, count = squares.get(step, (0.0, 0.0, 0))
+            squares[step] = old + before * before, new + norm * norm, count + is_known
     changes = {}
-    for step, square in sorted(squares.items()):
+    for step, (*square, count) in sorted(squares.items()):
         old, new = map(math.sqrt, square)
         change = abs(new - old) / (old or 1.0)
-        changes[step] = change if math.isfinite(change) else math.inf
+        if count:
+            changes[step] = change if math.isfinite(change) else math.inf
     return changes
 
 

@@ -118,14 +118,21 @@ def test_leaf_unsampled_by_short_save_counts_as_unchanged(tmp_path):
 
 
 def test_layer_is_compared_with_samples_of_as_many_values(tmp_path):
-    run = save_steps(tmp_path / "run", [{"params": {"w": jnp.ones(8)}}] * 5)
+    whole, part = {"w": jnp.ones(8)}, {"w": jnp.ones(8), "b": jnp.ones(8)}
+    state = {"params": {"whole": whole, "part": part}}
+    run = save_steps(tmp_path / "run", [state] * 5)
     statistics = run / "statistics.jsonl"
     rows = [json.loads(row) for row in statistics.read_text().splitlines()]
     samples = [(8, 4.0), (4, 3.0), (8, 4.0), (4, 3.03), (8, 40.0)]
     for row, (sampled, norm) in zip(rows, samples, strict=True):
-        row["leaves"]["params/w"][1:3] = sampled, norm
+        for layer in state["params"]:
+            row["leaves"][f"params/{layer}/w"][1:3] = sampled, norm
+        row["leaves"]["params/part/b"][2] = 0.1 if row["step"] == 1 else 0.2
     statistics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert changes_of(page_of(run)) == {"params": ".0hz"}
+    assert changes_of(page_of(run)) == {
+        "params/whole": ".0hz",
+        "params/part": "d0hz",  # as if the other leaf had not changed at step 2
+    }
 
 
 @pytest.mark.parametrize(
