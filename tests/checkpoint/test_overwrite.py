@@ -143,12 +143,6 @@ def test_overwrite_replaces_all_files_of_flaxckpt(tmp_path, state, zarr_version)
         assert run.steps() == [1]
 
 
-def test_overwrite_replaces_compressed_arrays(tmp_path):
-    layout = flaxckpt.ArrayLayout(codec="zstd", chunk_bytes=64)
-    for _ in range(2):
-        flaxckpt.save(tmp_path / "a", STATE, layout=layout, overwrite=True)
-
-
 @pytest.mark.parametrize("names", [["notes.txt", "PINNED/mine"], ["state/d/a.txt"]])
 def test_sets_aside_damaged_step_with_foreign_files(tmp_path, caplog, names):
     for number in ("", "2."):
@@ -210,16 +204,6 @@ def test_overwrite_keeps_files_added_during_save(tmp_path, monkeypatch):
     assert flaxckpt.load(tmp_path / "a")["n"] == 1
 
 
-def test_treats_symbolic_links_as_foreign_files(tmp_path):
-    flaxckpt.save(tmp_path / "a", STATE)
-    (tmp_path / "notes").write_text("mine")
-    (tmp_path / "a" / "notes").symlink_to(tmp_path / "notes")
-    (tmp_path / "a" / "state" / "0").symlink_to(tmp_path / "notes")
-    with pytest.raises(errors.CheckpointExistsError) as info:
-        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
-    assert_refused(info, "notes", "state/0")
-
-
 # ---- steps of Orbax --------------------------------------------------------------
 
 
@@ -239,26 +223,6 @@ def test_overwrite_replaces_orbax_items_with_their_step(tmp_path, items):
         (tmp_path / "1" / "tokenizer").rename(tmp_path / "tokenizer")
         run.save(1, NEW, on_exists="overwrite").wait()
     assert flaxckpt.load(tmp_path)["n"] == 2
-
-
-@pytest.mark.parametrize("ocdbt", [True, False])
-def test_overwrite_replaces_flat_orbax_checkpoints(tmp_path, ocdbt):
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
-        args = ocp.args.PyTreeSave({"w": jnp.ones(3), "b": {"c": np.ones(2)}})
-        checkpointer.save(tmp_path / "a", args=args)
-    flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
-    assert flaxckpt.load(tmp_path / "a")["n"] == 2
-
-
-def test_save_does_not_overwrite_other_formats(tmp_path):
-    flaxckpt.save(tmp_path / "source", STATE)
-    made = tmp_path / "out" / "model.safetensors"
-    made.parent.mkdir()
-    flaxckpt.convert(tmp_path / "source", made, format="safetensors")
-    for path in (made.parent, made):
-        with pytest.raises(errors.CheckpointError):
-            flaxckpt.save(path, NEW, overwrite=True)
-    assert made.is_file()
 
 
 def test_overwrite_keeps_user_files_in_orbax_items(tmp_path):
@@ -515,12 +479,3 @@ def test_upload_after_outage_names_foreign_files(tmp_path):
     (directory / "1" / "notes.txt").unlink()
     run.close()
     assert flaxckpt.load(directory)["n"] == 2
-
-
-def test_overwrite_keeps_empty_directory_of_user(tmp_path):
-    flaxckpt.save(tmp_path / "a", STATE)
-    (tmp_path / "a" / "tokenizer").mkdir()
-    with pytest.raises(errors.CheckpointExistsError) as info:
-        flaxckpt.save(tmp_path / "a", NEW, overwrite=True)
-    assert_refused(info, "tokenizer/")
-    assert (tmp_path / "a" / "tokenizer").is_dir()

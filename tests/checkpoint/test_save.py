@@ -141,13 +141,6 @@ def test_modules_without_variables_round_trip(tmp_path):
     assert len(found["nothing"]) == 0
 
 
-def test_does_not_overwrite_directory_around_checkpoint(tmp_path):
-    flaxckpt.save(tmp_path / "around" / "c", {"a": 1})
-    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        flaxckpt.save(tmp_path / "around", {"a": 2}, overwrite=True)
-    assert flaxckpt.load(tmp_path / "around" / "c") == {"a": 1}
-
-
 def test_train_state_subclass_keeps_its_class(tmp_path):
     state = linen_state()
     flaxckpt.save(tmp_path / "c", state)
@@ -900,20 +893,6 @@ def test_stores_names_invalid_as_file_names(tmp_path, size):
     assert flaxckpt.verify(tmp_path / "c").ok
     strategies.assert_same(state, flaxckpt.load(tmp_path / "c"))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def test_keeps_existing_path_unless_overwriting_checkpoint(tmp_path):
-    flaxckpt.save(tmp_path / "c", {"a": 1})
-    with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
-        flaxckpt.save(tmp_path / "c", {"a": 2})
-    assert flaxckpt.load(tmp_path / "c") == {"a": 1}
-    flaxckpt.save(tmp_path / "c", {"b": 3}, overwrite=True)
-    assert flaxckpt.load(tmp_path / "c") == {"b": 3}
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "thesis.txt").touch()
-    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
-        flaxckpt.save(tmp_path / "d", {"a": 2}, overwrite=True)
 
 
 def test_concurrent_saves_to_one_path_do_not_mix(tmp_path):

@@ -14,6 +14,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from tests import GOLDEN
+from tests.convert.reads import trace_sizes
 from tests.helpers import old_stores, seams, strategies
 
 
@@ -240,13 +241,6 @@ def test_error_of_progress_propagates(source, tmp_path, kind):
     flaxckpt.convert(source, tmp_path / "c")
 
 
-def test_rejects_path_below_file(source, tmp_path):
-    (tmp_path / "file").write_text("words")
-    for name in ("x", "x/y"):
-        with pytest.raises(errors.OptionError, match="is a file, not a directory"):
-            flaxckpt.convert(source, tmp_path / "file" / name)
-
-
 def test_error_omits_finished_work_if_there_is_none(source, tmp_path, monkeypatch):
     def fail(directory, work, **options):
         raise OSError("no space left")
@@ -309,14 +303,7 @@ def test_splits_long_rows(tmp_path, monkeypatch, format_name, chunk_bytes):
     }
     layout = flaxckpt.ArrayLayout(chunk_bytes=chunk_bytes)
     flaxckpt.save(tmp_path / "a", wanted, layout=layout)
-    sizes = []
-    original = seams.current("blockwise.read")
-
-    def traced(pieces, **options):
-        sizes.append(sum(piece.nbytes for piece in pieces))
-        return original(pieces, **options)
-
-    seams.replace(monkeypatch, "blockwise.read", traced)
+    sizes = trace_sizes(monkeypatch)
     flaxckpt.convert(
         tmp_path / "a",
         tmp_path / "b",
@@ -488,28 +475,3 @@ def test_path_determines_format(source, tmp_path):
     with pytest.raises(errors.OptionError, match="format must be"):
         flaxckpt.convert(source, tmp_path / "d.msgpack", format=["orbax"])
     assert not list(tmp_path.glob("d*"))
-
-
-@pytest.mark.parametrize("item", [True, False])
-def test_overwrite_keeps_foreign_files_of_orbax_checkpoints(tmp_path, item):
-    import orbax.checkpoint as ocp
-
-    step = tmp_path / "step"
-    state = {"w": np.ones(3)}
-    if item:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
-            args = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave({"a": 1})
-            )
-            writer.save(step, args)
-    else:
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(step, state)
-    flaxckpt.save(tmp_path / "new", {"w": np.zeros(3)})
-    (step / "src").mkdir()
-    (step / "src" / "code.py").write_text("pass")
-    with pytest.raises(errors.CheckpointExistsError, match=r"would be lost:\n  src\n"):
-        flaxckpt.convert(tmp_path / "new", step, overwrite=True)
-    shutil.rmtree(step / "src")
-    flaxckpt.convert(tmp_path / "new", step, overwrite=True)
-    assert not flaxckpt.load(step)["w"].any()
