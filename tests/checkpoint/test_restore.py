@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import flaxckpt
 from flaxckpt import errors, transforms
 from tests.helpers import chunks, old_stores, seams, strategies
+from tests.helpers.optimizer_states import save_with
 
 STATE = {
     "params": {"dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}},
@@ -286,18 +287,11 @@ def test_does_not_load_dict_value_into_leaf(tmp_path):
     np.testing.assert_array_equal(found["w"], np.full(3, 7.0))
 
 
-def orbax_saved(path, state):
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(path, state)
-
-
 def test_unboxes_values_of_other_formats_and_conversions(tmp_path):
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     kernel = model.kernel.get_value()
     boxed = {"kernel": {"value": kernel}, "bias": {"value": jnp.ones(2)}}
-    orbax_saved(tmp_path / "orbax", boxed)
+    save_with("orbax", tmp_path / "orbax", boxed)
     plain = {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}
     found = flaxckpt.load(tmp_path / "orbax", plain)
     np.testing.assert_array_equal(found["kernel"], kernel)
@@ -308,7 +302,7 @@ def test_unboxes_values_of_other_formats_and_conversions(tmp_path):
 
 def test_does_not_unbox_dict_with_several_entries(tmp_path):
     for name, more in (("leaf", jnp.ones(2)), ("container", {"deep": jnp.ones(2)})):
-        orbax_saved(tmp_path / name, {"w": {"value": jnp.ones(3), "more": more}})
+        save_with("orbax", tmp_path / name, {"w": {"value": jnp.ones(3), "more": more}})
         with pytest.raises(errors.RestoreMismatchError):
             flaxckpt.load(tmp_path / name, {"w": jnp.zeros(3)})
 

@@ -300,14 +300,6 @@ def test_load_checks_digests_of_zarr_2_arrays(tmp_path):
             flaxckpt.convert(path, tmp_path / f"{name} {is_old}.msgpack")
 
 
-def test_detects_deleted_manifest(tmp_path):
-    run(tmp_path, 1)
-    (tmp_path / "1/flaxckpt.json").unlink()
-    with pytest.raises(errors.DamagedCheckpointError, match=r"flaxckpt.json is miss"):
-        flaxckpt.load(tmp_path / "1")
-    assert not flaxckpt.verify(tmp_path / "1").ok
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 def test_verify_lists_leaves_without_checksums_as_unchecked(tmp_path, is_old):
     layout = flaxckpt.ArrayLayout(checksum=False)

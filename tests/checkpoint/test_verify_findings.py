@@ -20,9 +20,11 @@ from tests.helpers import faulty_store as faulty
 from tests.helpers.files import flip_bit
 
 
-def save(path, state, **layout):
+def save(path, state, *, is_old=False, **layout):
     layout = {"codec": "none", **layout}
     flaxckpt.save(path, state, layout=flaxckpt.ArrayLayout(**layout))
+    if is_old:
+        old_stores.make_directories(path)
     return path
 
 
@@ -52,9 +54,7 @@ def unreadable(monkeypatch, ending):
 )
 def test_reports_values_in_damaged_chunk(tmp_path, shape, chunk, place, is_old):
     value = np.arange(np.prod(shape), dtype="f4").reshape(shape)
-    path = save(tmp_path / "c", {"w": value}, chunk_bytes=64)
-    if is_old:
-        old_stores.make_directories(path)
+    path = save(tmp_path / "c", {"w": value}, is_old=is_old, chunk_bytes=64)
     chunks.flip(path / "state", f"w/{chunk}")
     report = flaxckpt.verify(path)
     file = f"w/{chunk}" if is_old else "d/0.small.0"
@@ -111,8 +111,7 @@ def test_damaged_database_names_some_of_its_leaves(tmp_path):
 )
 def test_detects_wrong_chunk_file_size(tmp_path, layout, content, told):
     value = np.zeros(4096) if "codec" in layout else np.arange(4.0)
-    path = save(tmp_path / "c", {"w": value}, **layout)
-    old_stores.make_directories(path)
+    path = save(tmp_path / "c", {"w": value}, is_old=True, **layout)
     (path / "state/w/c.0").write_bytes(content)
     report = flaxckpt.verify(path)
     assert told in report.problems["w"]
@@ -120,26 +119,12 @@ def test_detects_wrong_chunk_file_size(tmp_path, layout, content, told):
         verify.check(path, None)
 
 
-def test_decodes_arrays_without_checksums(tmp_path):
-    layout = {"codec": "zstd", "checksum": False}
-    path = save(tmp_path / "c", {"w": np.zeros(4096), "v": np.zeros(4096)}, **layout)
-    report = flaxckpt.verify(path)
-    assert report.ok
-    assert set(report.unchecked) == {"w", "v"}
-    spoil(path, "w/c.0")
-    report = flaxckpt.verify(path)
-    assert set(report.problems) == {"w"}
-    assert 0 <= report.secs < 3600
-
-
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("rest", range(6))
 def test_checks_every_byte_of_chunk_across_read_parts(tmp_path, rest, is_old):
     """Files are read in parts of 1 MiB; the last one may cut the checksum."""
     value = np.zeros(2**20 - 4 + rest, np.uint8)
-    path = save(tmp_path / "c", {"w": value})
-    if is_old:
-        old_stores.make_directories(path)
+    path = save(tmp_path / "c", {"w": value}, is_old=is_old)
     assert flaxckpt.verify(path).ok
     for place in (0, value.size - 1, value.size, value.size + 3):
         chunks.flip(path / "state", "w/c.0", place)
@@ -151,9 +136,7 @@ def test_checks_every_byte_of_chunk_across_read_parts(tmp_path, rest, is_old):
 @pytest.mark.parametrize("layout", [{}, {"checksum": False}, {"codec": "zstd"}])
 def test_counts_each_byte_once_and_knows_total(tmp_path, layout, is_old):
     value = np.random.default_rng(0).standard_normal(2**15)
-    path = save(tmp_path / "c", {"w": value}, **layout)
-    if is_old:
-        old_stores.make_directories(path)
+    path = save(tmp_path / "c", {"w": value}, is_old=is_old, **layout)
     counter = progress.Counter("verifying")
     report = verify.verify_checkpoint(path, None, counter=counter)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -417,9 +400,7 @@ def test_reports_lost_checkpoint(tmp_path, error):
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_finds_damage_in_arrays_without_descriptions(tmp_path, is_old):
-    path = save(tmp_path / "c", {"w": np.zeros(4)})
-    if is_old:
-        old_stores.make_directories(path)
+    path = save(tmp_path / "c", {"w": np.zeros(4)}, is_old=is_old)
     for file in path.rglob("*"):
         if file.is_file() and file.parent.name != ("w" if is_old else "d"):
             file.unlink()
@@ -564,10 +545,8 @@ def test_stops_at_first_fault_unless_thorough(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_reports_damaged_description_first(tmp_path, is_old):
-    layout = {"codec": "zstd", "checksum": False}
+    layout = {"codec": "zstd", "checksum": False, "is_old": is_old}
     path = save(tmp_path / "c", {name: np.zeros(2**12) for name in "rstu"}, **layout)
-    if is_old:
-        old_stores.make_directories(path)
     for name in "rstu":
         spoil(path, f"{name}/c.0")
     flip_bit(path / "state/_METADATA")

@@ -438,14 +438,6 @@ def test_error_explains_deleted_dataset(trainer):
         assert run.verify(STEP).ok
 
 
-def test_missing_tree_description_counts_as_damage(trainer):
-    (trainer / "optimizer_state" / "_METADATA").unlink()
-    with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state") as info:
-        flaxckpt.load(trainer)
-    assert "model_params" not in str(info.value)
-    assert flaxckpt.load(trainer / "model_params")
-
-
 def damage_description(item):
     (item / "_METADATA").unlink()
 
@@ -478,6 +470,8 @@ def test_damaged_item_does_not_block_others(trainer, damage, caplog):
     report = flaxckpt.verify(trainer)
     assert list(report.problems) == ["optimizer_state"]
     assert "optimizer_state" in str(report)
+    with pytest.raises(errors.DamagedCheckpointError, match="optimizer_state"):
+        flaxckpt.load(trainer)
     fresh = flaxckpt.load(trainer, trainer_state(0.0), optimizer="reinit")
     assert_same(fresh["model_params"], wanted["model_params"])
 
@@ -627,17 +621,6 @@ def check_damage(step, leaf):
     assert list(report.unreadable) == [leaf]
     with pytest.raises(errors.DamagedCheckpointError, match="mu/dense/kernel"):
         flaxckpt.load(step)
-
-
-def test_reports_lost_json_item(tmp_path, caplog):
-    with ocp.CheckpointManager(tmp_path) as manager:
-        tree = ocp.args.StandardSave({"w": np.ones(2)})
-        args = ocp.args.Composite(a=tree, b=tree, cfg=ocp.args.JsonSave({"x": 1}))
-        manager.save(1, args=args)
-    shutil.rmtree(tmp_path / "1/cfg")
-    assert list(flaxckpt.load(tmp_path)) == ["a", "b"]
-    assert "cfg/metadata is missing" in caplog.text
-    assert not flaxckpt.verify(tmp_path).ok
 
 
 # ---- any items damaged --------------------------------------------------------------
