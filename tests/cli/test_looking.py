@@ -616,11 +616,8 @@ def test_plan_exits_with_1_for_unfit_leaves(here, command):
 
 
 def test_plan_suggests_rename_for_renamed_model(here, command):
-    layer = {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}
-    for name in ("old", "new"):
-        params = {name: layer}
-        optimizer = optax.adam(1e-3).init(params)
-        flaxckpt.save(name, {"params": params, "opt_state": optimizer})
+    save_as("old")
+    save_as("new")
     lines = command.text("plan", "old", "new", code=1)
     assert lines[-4:] == [
         "2 leaves cannot be restored",
@@ -796,13 +793,13 @@ def test_plan_suggests_as_source_for_state_of_another_run(here, command):
 def test_plan_suggests_dropping_whole_branch_of_deep_head(here, command):
     for name, width in (("base", 10), ("tuned", 3)):
         layers = {f"layer_{n}": {"kernel": jnp.ones((4, width))} for n in range(5)}
-        params = {"trunk": jnp.ones(4), "head": layers}
+        params = {"trunk": jnp.ones(4), "head.1": layers}
         flaxckpt.save(name, {"params": params, "opt": optax.adam(1e-3).init(params)})
     lines = command.text("plan", "base", "tuned", code=1)
     words = pasted(lines, BEGIN_ANEW)
-    assert words[3:] == ["--missing", "init", "--drop", "params/head/.*"]
+    assert words[3:] == ["--missing", "init", "--drop", r"params/head\.1/.*"]
     found = command.json(*words)
-    assert found["leaves"]["opt/0/mu/head/layer_4/kernel"]["actions"] == ["init"]
+    assert found["leaves"]["opt/0/mu/head.1/layer_4/kernel"]["actions"] == ["init"]
     assert found["leaves"]["opt/0/mu/trunk"]["actions"] == ["loaded"]
 
 
@@ -886,17 +883,6 @@ def test_plan_as_source_requires_known_optimizer(here, command):
     assert ": 1 loaded" in command.text(*asked)[0]
     (here / "wanted.json").write_text(command("show", "base", "--json").stdout)
     assert ": 6 init, 2 loaded" in command.text(*asked)[0]
-
-
-def test_plan_suggests_dropping_branch_of_other_shapes(here, command):
-    for name, width in (("base", 10), ("tuned", 3)):
-        head = {"kernel": jnp.ones((4, width)), "bias": jnp.ones(width)}
-        flaxckpt.save(name, {"params": {"trunk": jnp.ones(4), "head.1": head}})
-    lines = command.text("plan", "base", "tuned", code=1)
-    pattern = "params/head\\.1/.*"
-    words = pasted(lines, BEGIN_ANEW)
-    assert words[-2:] == ["--drop", pattern]
-    assert command.json(*words)["ok"]
 
 
 def test_plan_suggests_matching_optimizer_for_leaves_without_class(here, command):

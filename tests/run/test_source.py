@@ -108,9 +108,15 @@ def test_initializes_fresh_head_on_request(tmp_path, source):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["reinit", "match"])
-def test_source_log_counts_leaves_like_plan(
-    tmp_path, source, caplog, capsys, optimizer
+@pytest.mark.parametrize(
+    ("optimizer", "anew", "dropped"),
+    [
+        ("reinit", "7 init, 1 loaded", "1 dropped"),
+        ("match", "5 loaded, 3 init", "3 dropped"),  # the moments of the head, too
+    ],
+)
+def test_source_log_and_journal_count_leaves_like_plan(
+    tmp_path, source, caplog, capsys, optimizer, anew, dropped
 ):
     path, _ = source
     fresh = state_of(3, seed=1)
@@ -131,8 +137,10 @@ def test_source_log_counts_leaves_like_plan(
     planned = capsys.readouterr().out.splitlines()[0]
     counts = logged.removeprefix("restored ").partition("; ")[0]
     assert counts == planned.partition("; ")[0]
-    begin_anew = {"reinit": "7 init, 1 loaded", "match": "5 loaded, 3 init"}[optimizer]
-    assert counts == f"{path}: {begin_anew}"
+    assert counts == f"{path}: {anew}"
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    outcomes = [json.loads(line)["details"].get("outcome") for line in lines]
+    assert [*filter(None, outcomes)] == [f"{anew}, {dropped}"]
 
 
 def test_resumes_at_step_of_source(tmp_path, source):
@@ -486,22 +494,3 @@ def test_warns_if_source_lacks_step_counter(tmp_path, caplog):
             )
         assert start == step
         assert ("counts 1 updates" in caplog.text) == is_told
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "counted"),
-    [
-        ("reinit", "7 init, 1 loaded, 1 dropped"),
-        ("match", "5 loaded, 3 init, 3 dropped"),  # the moments of the head, too
-    ],
-)
-def test_journal_counts_leaves_that_transforms_drop(
-    tmp_path, source, optimizer, counted
-):
-    path, _ = source
-    given = {"source_transforms": [drop("params/head")], "missing": "init"}
-    fresh = state_of(3, seed=1)
-    begin(tmp_path / "run", fresh, source=path, optimizer=optimizer, **given)
-    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    outcomes = [json.loads(line)["details"].get("outcome") for line in lines]
-    assert [*filter(None, outcomes)] == [counted]

@@ -787,23 +787,6 @@ def test_dead_endpoint_does_not_block(tmp_path, monkeypatch, how):
     assert ckpt._run.retention.explain()[1] == ["not uploaded"]
 
 
-def test_does_not_replace_step_of_other_run(tmp_path):
-    path = faulty.new_path("tiers-foreign")
-    with faulty.faulty(path, last=0):
-        ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")
-        ckpt.save(1, state(1))
-        with pytest.raises(errors.SaveFailedError, match="network"):
-            ckpt.wait_for_uploads()
-    with flaxckpt.Checkpointer(path) as other:
-        other.save(1, state(1, "other"))
-    with pytest.raises(errors.SaveFailedError, match="another writer"):
-        ckpt.wait_for_uploads()
-    strategies.assert_same(state(1, "other"), flaxckpt.load(path))
-    ckpt.save(1, state(1, "b"), on_exists="overwrite").wait()
-    ckpt.close()
-    strategies.assert_same(state(1, "b"), flaxckpt.load(path))
-
-
 def test_waiting_for_uploads_times_out(tmp_path, monkeypatch):
     path = faulty.new_path("tiers-slow")
     ckpt = flaxckpt.Checkpointer(path, staging=tmp_path / "ssd")

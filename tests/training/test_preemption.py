@@ -43,6 +43,17 @@ def _signals_as_before():
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def train(ckpt, *happens, **options):
+    """Calls the hook after each step of `happens`, and sends each signal of it."""
+    with ckpt:
+        on_step = flaxckpt.CheckpointCallback(ckpt, **options)
+        for each in happens:
+            if isinstance(each, signal.Signals):
+                send(each)
+            else:
+                on_step(each, {"n": each})
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_call_after_signal_saves_and_exits(ckpt, number):
     def train():
@@ -63,30 +74,15 @@ def test_call_after_signal_saves_and_exits(ckpt, number):
 
 
 def test_call_after_ctrl_c_saves_and_raises_keyboard_interrupt(ckpt, capfd):
-    def train():
-        with ckpt:
-            on_step = flaxckpt.CheckpointCallback(ckpt)
-            on_step(1, {"n": 1})
-            send(signal.SIGINT)
-            on_step(2, {"n": 2})
-
     with pytest.raises(KeyboardInterrupt):
-        train()
+        train(ckpt, 1, signal.SIGINT, 2)
     assert ckpt.steps() == [2]
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
 
 
 def test_second_ctrl_c_interrupts_at_once(ckpt):
-    def train():
-        with ckpt:
-            on_step = flaxckpt.CheckpointCallback(ckpt)
-            on_step(1, {"n": 1})
-            send(signal.SIGINT)
-            send(signal.SIGINT)
-            pytest.fail("went on")
-
     with pytest.raises(KeyboardInterrupt):
-        train()
+        train(ckpt, 1, signal.SIGINT, signal.SIGINT, 2)
     assert ckpt.steps() == []
 
 
@@ -103,27 +99,14 @@ def test_loop_may_exit_by_itself(ckpt):
 
 
 def test_does_not_save_saved_step_again(ckpt):
-    def train():
-        with ckpt:
-            on_step = flaxckpt.CheckpointCallback(ckpt, every_steps=2)
-            on_step(2, {"n": 2})
-            send()
-            on_step(2, {"n": 2})
-
     with pytest.raises(SystemExit):
-        train()
+        train(ckpt, 2, signal.SIGTERM, 2, every_steps=2)
     assert ckpt.steps() == [2]
 
 
 def test_close_heeds_signal_after_last_call(ckpt):
-    def train():
-        with ckpt:
-            on_step = flaxckpt.CheckpointCallback(ckpt)
-            on_step(1, {"n": 1})
-            send()
-
     with pytest.raises(SystemExit) as left:
-        train()
+        train(ckpt, 1, signal.SIGTERM)
     assert left.value.code == 75, "it may have been told to stop in the middle"
     assert ckpt.steps() == [1]
 
@@ -136,16 +119,8 @@ def test_calls_and_restores_previous_handler(ckpt):
 
     before = signal.signal(signal.SIGTERM, own)
     try:
-
-        def train():
-            with ckpt:
-                on_step = flaxckpt.CheckpointCallback(ckpt)
-                on_step(1, {"n": 1})
-                send()
-                on_step(2, {"n": 2})
-
         with pytest.raises(SystemExit):
-            train()
+            train(ckpt, 1, signal.SIGTERM, 2)
         assert signal.getsignal(signal.SIGTERM) is own
         send()
         assert seen == [signal.SIGTERM] * 2
@@ -182,7 +157,7 @@ def test_later_handler_stays_and_may_call_ours(ckpt):
 def test_first_of_two_runs_may_end_first(tmp_path):
     first, second = (flaxckpt.Checkpointer(tmp_path / name) for name in "ab")
 
-    def train():
+    def train_both():
         with second:
             with first:
                 flaxckpt.CheckpointCallback(first)(1, {"n": 1})
@@ -192,7 +167,7 @@ def test_first_of_two_runs_may_end_first(tmp_path):
             on_step(2, {"n": 2})
 
     with pytest.raises(SystemExit):
-        train()
+        train_both()
     assert second.steps() == [2]
 
 
@@ -205,11 +180,7 @@ def test_callback_without_preemption_leaves_signals_alone(ckpt):
 
 
 def test_warns_about_missing_watch_outside_main_thread(ckpt, caplog):
-    def train():
-        with flaxckpt.CheckpointCallback(ckpt, every_steps=1) as on_step:
-            on_step(1, {"n": 1})
-
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=train, args=(ckpt, 1))
     thread.start()
     thread.join()
     assert ckpt.steps() == [1]
