@@ -87,18 +87,6 @@ def test_reads_requested_values_in_few_calls(tmp_path, values, part):
     assert not database.reading().tasks
 
 
-def test_reads_distant_values_separately(tmp_path):
-    values = {f"{i:03}": os.urandom(2**15) for i in range(100)}
-    database = Database(make_database(tmp_path, values))
-    for key in ("000", "001", "099"):
-        database.request(key, 2**15)
-    reading = database.reading()
-    assert len(reading.tasks) == 2
-    read_files.run([reading])
-    for key in ("099", "000", "001"):
-        assert database.value(key) == values[key]
-
-
 def test_reads_values_file_by_file(tmp_path):
     values = [{f"{part}{n}": bytes([n]) * 200 for n in range(3)} for part in "ab"]
     for some in values:
@@ -144,15 +132,6 @@ def test_reads_one_mib_per_call(tmp_path, count, tasks):
     assert len(database.reading().tasks) == tasks
 
 
-def test_returns_values_for_any_request_order(tmp_path):
-    values = {name: os.urandom(50) for name in ("a3", "b1", "c2")}
-    database = Database(make_database(tmp_path, values))
-    for key in ("b1", "c2", "a3"):
-        database.request(key, 50)
-    read_files.run([database.reading()])
-    assert {key: database.value(key) for key in values} == values
-
-
 def test_memory_error_fails_each_value(tmp_path, monkeypatch):
     values = {"a": bytes(50), "b": bytes(50)}
     database = Database(make_database(tmp_path, values))
@@ -177,33 +156,23 @@ def test_rejects_missing_and_oversized_values(tmp_path):
         database.request("a", 49)
 
 
-def test_lost_file_fails_each_value(tmp_path, values):
+@pytest.mark.parametrize("place", ["nothing", "a FIFO"])
+def test_fails_each_value_of_lost_file(tmp_path, values, place):
     root = make_database(tmp_path, values)
     database = Database(root)
     large = [key for key, value in values.items() if len(value) > 20][:3]
     for file in (root / "d").iterdir():
         file.unlink()
+        if place == "a FIFO":
+            os.mkfifo(file)
     for key in large:
         database.request(key, 60)
     read_files.run([database.reading()])
+    error, told = (ValueError, "regular") if place == "a FIFO" else (OSError, "No such")
     for key in large:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(error, match=told) as info:
             database.value(key)
-
-
-def test_fifo_in_place_of_file_fails_each_value(tmp_path, values):
-    root = make_database(tmp_path, values)
-    database = Database(root)
-    large = [key for key, value in values.items() if len(value) > 20][:3]
-    for file in (root / "d").iterdir():
-        file.unlink()
-        os.mkfifo(file)
-    for key in large:
-        database.request(key, 60)
-    read_files.run([database.reading()])
-    for key in large:
-        with pytest.raises(ValueError, match="regular"):
-            database.value(key)
+        assert isinstance(info.value, FileNotFoundError) == (place == "nothing")
 
 
 # ---- databases of a restore -------------------------------------------------------

@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -415,8 +416,9 @@ def test_changed_metadata_raises_error_unless_verify_is_off(tmp_path, memory_map
 
 
 def is_mapped(array, file):
-    """Whether the memory of `array` is that of a file."""
-    address = array.ctypes.data
+    """Whether the memory of `array` is that of a file, or of one below a directory."""
+    is_on_jax = isinstance(array, jax.Array)
+    address = array.unsafe_buffer_pointer() if is_on_jax else array.ctypes.data
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, _, stop = line.split()[0].partition("-")
         if int(start, 16) <= address < int(stop, 16):

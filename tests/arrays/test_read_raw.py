@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import errors
 from tests import ROOT
+from tests.arrays.test_read_parts import is_mapped
 from tests.helpers import chunks, dtypes, old_stores, seams, strategies
 from tests.helpers.files import flip_bit
 
@@ -132,19 +133,6 @@ def big_state(seed=0):
     }
 
 
-def pointer(array):
-    return array.unsafe_buffer_pointer()
-
-
-def is_mapped(array, path):
-    """Whether the memory of `array` is a file below `path`."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, _, stop = line.split()[0].partition("-")
-        if int(start, 16) <= pointer(array) < int(stop, 16):
-            return str(path) in line
-    return False
-
-
 @pytest.fixture
 def saved(tmp_path):
     layout = flaxckpt.ArrayLayout(chunk_bytes=2**20)
@@ -168,15 +156,6 @@ def test_auto_maps_local_files_only(saved, monkeypatch):
     seams.replace(monkeypatch, "filesystem.kind", lambda path: "nfs4")
     assert not is_mapped(flaxckpt.load(saved)["w"], saved)
     assert is_mapped(flaxckpt.load(saved, memory_map=True)["w"], saved)
-
-
-def test_reads_files_when_mapping_fails(saved, monkeypatch):
-    def refuse(*_):
-        raise OSError(12, "Cannot allocate memory")
-
-    seams.replace(monkeypatch, "chunk_file.map_block", refuse)
-    seams.replace(monkeypatch, "chunk_file.map_blocks", refuse)
-    strategies.assert_same(flaxckpt.load(saved, memory_map=True), big_state())
 
 
 def test_maps_keep_no_file_open_and_end_with_their_arrays(saved):

@@ -156,14 +156,6 @@ def test_holder_can_leave_lock(path):
     assert locks.is_locked(path)
 
 
-def test_leaving_restores_lock_lost_unnoticed(path, clock):
-    with locks.lock(path) as lock:
-        lock.is_left = True
-        path.store.delete(path.key + locks.LOCK)  # taken over, and released
-        clock.now += 50
-    assert locks.is_locked(path)
-
-
 def test_leaving_does_not_replace_lock_of_new_holder(path, clock):
     with locks.lock(path) as lock:
         lock.is_left = True
@@ -250,16 +242,21 @@ def test_truncates_long_holder_name():
     assert locks._name(types.SimpleNamespace(value=holder.content())) == "h" * 100
 
 
-def test_only_one_of_two_takes_over_lock(path, clock, monkeypatch):
-    put(path, ELSEWHERE)
+def be_late(monkeypatch):
+    """Has another process take over each lock right before this one does."""
     real, quicker = seams.current("bucket.exchange"), ELSEWHERE._replace(id="quicker")
 
     def exchange(store, key, value, generation):
         real(store, key, quicker.content(), None)
         return real(store, key, value, generation)
 
-    seams.replace(monkeypatch, "bucket.create", lambda store, key, value: None)
     seams.replace(monkeypatch, "bucket.exchange", exchange)
+
+
+def test_only_one_of_two_takes_over_lock(path, clock, monkeypatch):
+    put(path, ELSEWHERE)
+    seams.replace(monkeypatch, "bucket.create", lambda store, key, value: None)
+    be_late(monkeypatch)
     with pytest.raises(errors.CheckpointExistsError), locks.lock(path):
         pass
     assert read(path)["id"] == "quicker"
@@ -403,24 +400,18 @@ def test_notices_lost_lock_before_request(path, clock, is_known):
     lock.release()
 
 
-@pytest.mark.parametrize("secs", [0, 45, 46])
-def test_leaving_restores_lock_lost_in_long_pause(path, clock, secs):
+@pytest.mark.parametrize("secs", [0, 45, 46, "known"])
+def test_leaving_restores_lost_lock_after_long_pause_or_if_known(path, clock, secs):
     """Nobody takes over a younger lock, so it is known to be there."""
     lock = locks._acquire(path, patient=False)
     lock.leave()
     remove(path)
-    clock.now += secs
+    if secs == "known":
+        assert not lock._renew()
+    else:
+        clock.now += secs
     lock.release()
-    assert locks.is_locked(path) is (secs > 45)
-
-
-def test_leaving_restores_lock_known_to_be_lost(path, clock):
-    lock = locks._acquire(path, patient=False)
-    lock.leave()
-    remove(path)
-    assert not lock._renew()
-    lock.release()
-    assert locks.is_locked(path)
+    assert locks.is_locked(path) is (secs in (46, "known"))
 
 
 def test_own_lock_is_dead_if_neither_held_nor_left(path, clock):
@@ -551,13 +542,7 @@ def test_late_sweep_takes_over_nothing(path, clock, monkeypatch):
     put(path, ELSEWHERE)
     locks.take_over(path)
     clock.now += 46
-    real, quicker = seams.current("bucket.exchange"), ELSEWHERE._replace(id="quicker")
-
-    def exchange(store, key, value, generation):
-        real(store, key, quicker.content(), None)
-        return real(store, key, value, generation)
-
-    seams.replace(monkeypatch, "bucket.exchange", exchange)
+    be_late(monkeypatch)
     assert locks.take_over(path) is None
     assert read(path)["id"] == "quicker"
 
