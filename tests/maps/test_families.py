@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason=_REASON)
 safetensors = pytest.importorskip("safetensors.numpy", reason=_REASON)
 
 from tests.maps import decoders, encoders  # noqa: E402
-from tests.maps.leaves import nest  # noqa: E402
+from tests.maps.leaves import flatten, nest  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of torch, transformers, Tunix
 
@@ -80,14 +80,6 @@ def save(tmp_path_factory):
         return Saved(model, directory)
 
     return lambda case: publish(case.published, 0)
-
-
-def flatten(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in leaves
-    }
 
 
 def map_of(case, config, **options):

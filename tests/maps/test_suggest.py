@@ -16,6 +16,13 @@ from tests.maps.record_names import checksum
 
 E, HEADS, KV, D, MLP, VOCAB, LAYERS = 24, 6, 2, 8, 40, 131, 3
 
+
+def suggest(stored, wanted, directory):
+    """Returns a source with leaves of these shapes, and what is suggested for it."""
+    source = write_source(directory / "source.npz", stored)
+    return source, flaxckpt.suggest(source, abstract(wanted))
+
+
 # Recorded name -> the reasons of ambiguities that its shapes do not decide.
 AMBIGUOUS = {
     # 2 heads of key and value, and 2 arrays: either may come first.
@@ -50,8 +57,7 @@ def test_finds_same_map_as_project_conversion(name, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "tunix-llama3", "whisper"])
 def test_inverse_restores_source(name, tmp_path):
     recorded = read(name)
-    source = write_source(tmp_path / "source.npz", recorded.source)
-    suggestion = flaxckpt.suggest(source, abstract(recorded.target))
+    source, suggestion = suggest(recorded.source, recorded.target, tmp_path)
     there = flaxckpt.load(
         source, abstract(recorded.target), transforms=suggestion.transforms
     )
@@ -174,8 +180,7 @@ def test_stacks_layers_along_any_axis(tmp_path):
 
 
 def test_unstacks_stacked_layers(tmp_path):
-    source = write_source(tmp_path / "source.npz", maxtext())
-    suggestion = flaxckpt.suggest(source, abstract(huggingface()))
+    source, suggestion = suggest(maxtext(), huggingface(), tmp_path)
     assert suggestion.leaves.keys() == huggingface().keys()
     assert "mlp/up_proj/weight" in suggestion.code
     loaded = flaxckpt.load(
@@ -248,9 +253,10 @@ def asked(suggestion: flaxckpt.Suggestion) -> list[flaxckpt.Ambiguity]:
 
 
 def test_square_kernel_without_evidence_is_ambiguous(tmp_path):
-    source = write_source(tmp_path / "a.npz", {"fc/weight": (4, 4), "fc/bias": (4,)})
-    suggestion = flaxckpt.suggest(
-        source, abstract({"fc/kernel": (4, 4), "fc/bias": (4,)})
+    _, suggestion = suggest(
+        {"fc/weight": (4, 4), "fc/bias": (4,)},
+        {"fc/kernel": (4, 4), "fc/bias": (4,)},
+        tmp_path,
     )
     assert choices(suggestion) == [
         ('("fc/weight", "fc/kernel", "o e -> e o")', '("fc/weight", "fc/kernel")')
@@ -292,8 +298,7 @@ def test_equally_fitting_names_are_ambiguous(tmp_path):
 
 def test_two_candidates_for_one_leaf_are_ambiguous(tmp_path):
     shapes = {"a/query/weight": (4, 6), "b/query/weight": (4, 6)}
-    source = write_source(tmp_path / "a.npz", shapes)
-    suggestion = flaxckpt.suggest(source, abstract({"query/kernel": (6, 4)}))
+    _, suggestion = suggest(shapes, {"query/kernel": (6, 4)}, tmp_path)
     [ambiguity] = suggestion.ambiguous
     assert {*ambiguity.choices} == {
         '("a/query/weight", "query/kernel", "o e -> e o")',
@@ -302,8 +307,9 @@ def test_two_candidates_for_one_leaf_are_ambiguous(tmp_path):
 
 
 def test_dissimilar_names_are_ambiguous(tmp_path):
-    source = write_source(tmp_path / "a.npz", {"alpha/weight": (4, 6)})
-    suggestion = flaxckpt.suggest(source, abstract({"omega/kernel": (6, 4)}))
+    _, suggestion = suggest(
+        {"alpha/weight": (4, 6)}, {"omega/kernel": (6, 4)}, tmp_path
+    )
     assert suggestion.ambiguous[0].reason == (
         "the shapes fit, but the names are not alike"
     )
@@ -448,8 +454,7 @@ def test_suggest_respects_known_rows_with_other_numbers(tmp_path):
 def test_finds_layers_under_any_name(name, count, is_back, tmp_path):
     sides = [name, "layers_{}"][:: -1 if is_back else 1]
     ours, theirs = (layers(side, range(count), LAYER) for side in sides)
-    source = write_source(tmp_path / "a.npz", ours)
-    suggestion = flaxckpt.suggest(source, abstract(theirs))
+    _, suggestion = suggest(ours, theirs, tmp_path)
     assert not suggestion.ambiguous
     assert [match.sources for match in suggestion.leaves.values()] == [
         (path,) for path in ours
@@ -483,8 +488,7 @@ def test_known_rows_resolve_ambiguity(tmp_path):
         for name in ("query", "key", "value"):
             layer = f"transformer/h/{i}/attn/{name}"
             parts |= {f"{layer}/kernel": (24, 6, 4), f"{layer}/bias": (6, 4)}
-    source = write_source(tmp_path / "a.npz", gpt2)
-    suggestion = flaxckpt.suggest(source, abstract(parts))
+    source, suggestion = suggest(gpt2, parts, tmp_path)
     assert len(suggestion.ambiguous) == 2
     assert all(len(one) == 2 for one in choices(suggestion))
     layer = "transformer/h/{i}/attn"
@@ -516,8 +520,7 @@ def test_splits_fused_array_into_unequal_parts_first(tmp_path):
         for name in "qkv":
             del shapes[f"{attention}/{name}_proj/weight"]
         shapes[f"{attention}/qkv_proj/weight"] = ((HEADS + 2 * KV) * D, E)
-    source = write_source(tmp_path / "a.npz", shapes)
-    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    source, suggestion = suggest(shapes, maxtext(), tmp_path)
     assert not suggestion.left
     assert not suggestion.unused
     [ambiguity] = asked(suggestion)
@@ -563,8 +566,7 @@ def test_asks_about_values_changed_by_maxtext(tmp_path, is_scanned):
             for path, shape in maxtext().items()
             for i in range(LAYERS)
         }
-    source = write_source(tmp_path / "a.npz", huggingface())
-    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    _, suggestion = suggest(huggingface(), wanted, tmp_path)
     changes = changes_of(suggestion)
     assert {*changes} == {name.format(q) for name in names for q in ("query", "key")}
     query, key = names[0].format("query"), names[0].format("key")
@@ -593,8 +595,7 @@ def test_does_not_ask_about_values_kept_by_other_layouts(tmp_path):
 
 
 def test_asks_about_tied_head(tmp_path):
-    source = write_source(tmp_path / "a.npz", huggingface(head=False))
-    suggestion = flaxckpt.suggest(source, abstract(maxtext()))
+    source, suggestion = suggest(huggingface(head=False), maxtext(), tmp_path)
     [ambiguity] = asked(suggestion)
     assert ambiguity.leaves == ("params/decoder/logits_dense/kernel",)
     assert "is the embedding its head" in ambiguity.reason
@@ -616,8 +617,7 @@ def test_asks_about_other_vocabulary_size(tmp_path, vocabulary):
         "head/kernel": (E, vocabulary),
         "head/bias": (vocabulary,),
     }
-    source = write_source(tmp_path / "a.npz", stored)
-    suggestion = flaxckpt.suggest(source, abstract(wanted))
+    source, suggestion = suggest(stored, wanted, tmp_path)
     assert {path for one in suggestion.ambiguous for path in one.leaves} == {
         path for path in wanted if "norm" not in path
     }
@@ -705,8 +705,7 @@ def test_error_for_unrelated_state_names_nearest_leaf(tmp_path):
 
 
 def test_asks_before_using_head_of_other_task_as_pooler(tmp_path):
-    source = write_source(tmp_path / "a.npz", read("bert").source)
-    suggestion = flaxckpt.suggest(source, abstract(read("bert-pooler").target))
+    _, suggestion = suggest(read("bert").source, read("bert-pooler").target, tmp_path)
     assert not suggestion.left
     assert {one.leaves for one in suggestion.ambiguous} == {
         ("pooler/dense/kernel",),
@@ -733,8 +732,7 @@ def test_reports_names_unsupported_by_rows(tmp_path):
 
 
 def test_equal_state_needs_no_transforms(tmp_path):
-    source = write_source(tmp_path / "a.npz", huggingface())
-    suggestion = flaxckpt.suggest(source, abstract(huggingface()))
+    _, suggestion = suggest(huggingface(), huggingface(), tmp_path)
     assert suggestion.transforms == []
     assert {match.confidence for match in suggestion.leaves.values()} == {1.0}
 

@@ -55,14 +55,19 @@ def check(found, fresh, wanted, tags, *, old_names=lambda param: param):
     return kept
 
 
+def check_change(writer, path, layout, old, new):
+    """Asserts that no optimizer takes a value of another after a change of them."""
+    tags = Tags()
+    states.save_with(writer, path, layout.state(old, tags))
+    fresh = layout.state(new)
+    if (found := load(path, fresh)) is not None:
+        check(found, fresh, layout.state(new, tags), tags)
+
+
 def check_swap(path, layout, one, other):
     """Asserts that two optimizers that swap places take no value of each other."""
-    tags = Tags()
-    flaxckpt.save(path, layout.state({"g": one, "d": other}, tags))
-    swapped = {"g": other, "d": one}
-    fresh = layout.state(swapped)
-    if (found := load(path, fresh)) is not None:
-        check(found, fresh, layout.state(swapped, tags), tags)
+    old, new = {"g": one, "d": other}, {"g": other, "d": one}
+    check_change("flaxckpt", path, layout, old, new)
 
 
 def tagged_leaves(state, tags):
@@ -70,12 +75,6 @@ def tagged_leaves(state, tags):
     found = leaves(state).values()
     numbers = (leaf for leaf in found if np.size(leaf) and np.min(leaf) >= tags.FIRST)
     return sum(1 for _ in numbers)
-
-
-def save_as_orbax(path, state):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
 
 
 def load(path, state, **options):
@@ -110,13 +109,7 @@ def kinds_of(optimizer):
 @hypothesis.given(cases())
 @pytest.mark.slow
 def test_never_takes_values_from_another_transform(tmp_path_factory, case):
-    layout, old, new = case
-    tags = Tags()
-    path = tmp_path_factory.mktemp("case") / "c"
-    flaxckpt.save(path, layout.state(old, tags))
-    fresh = layout.state(new)
-    if (found := load(path, fresh)) is not None:
-        check(found, fresh, layout.state(new, tags), tags)
+    check_change("flaxckpt", tmp_path_factory.mktemp("case") / "c", *case)
 
 
 @pytest.mark.sampled(5)
@@ -196,13 +189,7 @@ LION = Optimizer((Part("lion", "lion0"), Part("schedule", "schedule1")))
     )
 )
 def test_never_takes_orbax_values_from_another_transform(tmp_path_factory, case):
-    layout, old, new = case
-    tags = Tags()
-    path = tmp_path_factory.mktemp("case") / "c"
-    save_as_orbax(path, layout.state(old, tags))
-    fresh = layout.state(new)
-    if (found := load(path, fresh)) is not None:
-        check(found, fresh, layout.state(new, tags), tags)
+    check_change("orbax", tmp_path_factory.mktemp("case") / "c", *case)
 
 
 @hypothesis.settings(

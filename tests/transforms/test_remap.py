@@ -162,9 +162,17 @@ def test_fills_nnx_model(tmp_path):
         np.testing.assert_array_equal(block.q.kernel.get_value(), wanted)
 
 
+def there_and_back(tmp_path, old, changes):
+    """Returns what the changes make of a state; asserts that the inverse undoes it."""
+    flaxckpt.save(tmp_path / "old", old)
+    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    flaxckpt.save(tmp_path / "new", new)
+    assert_equal(old, flaxckpt.load(tmp_path / "new", transforms=inverse(changes)))
+    return new
+
+
 def test_offset_and_known_sizes_cover_remaining_layers(tmp_path):
     old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(7)}}
-    flaxckpt.save(tmp_path / "old", old)
     changes = [
         remap(
             [("layers/{(b r)}", "blocks/layer_{r}"), ("layers/{t+6}", "rest_{t}")],
@@ -172,27 +180,20 @@ def test_offset_and_known_sizes_cover_remaining_layers(tmp_path):
             r=3,
         )
     ]
-    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    new = there_and_back(tmp_path, old, changes)
     assert [list(new["blocks"][f"layer_{r}"][:, 0]) for r in range(3)] == [
         [0, 3],
         [1, 4],
         [2, 5],
     ]
     assert list(new["rest_0"]) == [6, 6]
-    flaxckpt.save(tmp_path / "new", new)
-    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
-    assert_equal(old, back)
 
 
 def test_inverse_rejects_unequal_copies(tmp_path):
     old = {"embed": np.arange(6.0).reshape(2, 3)}
-    flaxckpt.save(tmp_path / "old", old)
     changes = [remap([("embed", "embedding"), ("embed", "head", "v e -> e v")])]
-    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    new = there_and_back(tmp_path, old, changes)
     np.testing.assert_array_equal(new["head"], old["embed"].T)
-    flaxckpt.save(tmp_path / "new", new)
-    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
-    assert_equal(old, back)
     flaxckpt.save(tmp_path / "trained", {**new, "head": new["head"] + 1})
     with pytest.raises(errors.OptionError, match="6 of 6 elements"):
         flaxckpt.load(tmp_path / "trained", transforms=inverse(changes))
@@ -200,13 +201,9 @@ def test_inverse_rejects_unequal_copies(tmp_path):
 
 def test_layers_alternate_between_words(tmp_path):
     old = {"layers": {str(i): np.full(2, i, np.int32) for i in range(4)}}
-    flaxckpt.save(tmp_path / "old", old)
     changes = [remap([("layers/{(b p)}", "mlp_{p:local|global}", "b x -> x b")])]
-    new = flaxckpt.load(tmp_path / "old", transforms=changes)
+    new = there_and_back(tmp_path, old, changes)
     assert [list(new[f"mlp_{p}"][0]) for p in ("local", "global")] == [[0, 2], [1, 3]]
-    flaxckpt.save(tmp_path / "new", new)
-    back = flaxckpt.load(tmp_path / "new", transforms=inverse(changes))
-    assert_equal(old, back)
 
 
 @pytest.mark.parametrize("missing", ["c/w", "e/w"])
@@ -333,10 +330,5 @@ def test_inverse_undoes_every_form(tmp_path_factory, left, right, sizes, count, 
     ]
     rng = np.random.default_rng(0)
     old = {"x": {str(i): rng.normal(size=shape) for i in range(count)}}
-    path = tmp_path_factory.mktemp("form")
     changes = [remap([("x/{i}", "y", form)], **sizes)]
-    flaxckpt.save(path / "old", old)
-    new = flaxckpt.load(path / "old", transforms=changes)
-    flaxckpt.save(path / "new", new)
-    back = flaxckpt.load(path / "new", transforms=inverse(changes))
-    jax.tree.map(np.testing.assert_array_equal, old, back)
+    there_and_back(tmp_path_factory.mktemp("form"), old, changes)

@@ -35,6 +35,7 @@ from flaxckpt.transforms import (
     unstack,
 )
 from tests.helpers.files import flip_bit
+from tests.helpers.optimizer_states import save_with
 from tests.transforms.states import round_trip, table_of, transformed
 
 
@@ -281,13 +282,7 @@ def test_accepts_parameter_named_value(tmp_path, written_by):
     tx = optax.adam(1e-3)
     _, moments = tx.update(params, tx.init(params))
     state = {"params": params, "opt_state": moments}
-    if written_by == "orbax":
-        import orbax.checkpoint as ocp
-
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(tmp_path / "c", state)
-    else:
-        flaxckpt.save(tmp_path / "c", state)
+    save_with(written_by, tmp_path / "c", state)
     found = flaxckpt.load(
         tmp_path / "c", transforms=[rename(r"params/a/(.*)", r"params/b/\1")]
     )
@@ -588,10 +583,7 @@ def test_models_with_equal_names_keep_their_own_optimizers(tmp_path):
 
 def test_recognizes_moments_without_roles(tmp_path, state):
     """As in a checkpoint of Orbax."""
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(tmp_path / "c", state)
+    save_with("orbax", tmp_path / "c", state)
     renames = rename("params/head/(.*)", r"params/out/\1")
     found = flaxckpt.load(tmp_path / "c", transforms=[renames])
     assert_equal(state.opt_state[0].mu["head"], found["opt_state"][0]["mu"]["out"])
@@ -826,13 +818,7 @@ def test_moments_follow_parameters_in_any_state_layout(tmp_path, shape, written_
         state = {"params": base.params, "optimizer": base.opt_state}
         before, root = "params/", ("params",)
         mu = lambda tree: tree["optimizer"][0].mu  # noqa: E731
-    if written_by == "orbax":
-        import orbax.checkpoint as ocp
-
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(tmp_path / "c", state)
-    else:
-        flaxckpt.save(tmp_path / "c", state)
+    save_with(written_by, tmp_path / "c", state)
     swap = rename(
         {f"{before}a/(.*)": rf"{before}b/\1", f"{before}b/(.*)": rf"{before}a/\1"}
     )
@@ -967,12 +953,9 @@ def test_adafactor_placeholders_do_not_prevent_stack_or_grow(tmp_path):
 
 
 def test_does_not_mistake_parameter_for_field_of_same_name(tmp_path):
-    import orbax.checkpoint as ocp
-
     params = {"count": jnp.ones(2), "w": jnp.ones(3)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(tmp_path / "c", state)
+    save_with("orbax", tmp_path / "c", state)
     renamed = rename("params/count", "params/n")
     found = flaxckpt.load(tmp_path / "c", transforms=[renamed])
     assert set(found["opt_state"][0]) == {"count", "mu", "nu"}
