@@ -5,9 +5,6 @@ import functools
 import json
 import random
 import re
-import subprocess
-import sys
-import textwrap
 import typing
 from collections import OrderedDict
 
@@ -25,7 +22,15 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors, transforms
-from tests.helpers import chunks, dtypes, old_stores, seams, strategies, system_calls
+from tests.helpers import (
+    chunks,
+    dtypes,
+    old_stores,
+    programs,
+    seams,
+    strategies,
+    system_calls,
+)
 
 # ---- every kind of state and leaf -------------------------------------------------
 
@@ -974,18 +979,8 @@ def test_failed_save_leaves_no_files_and_names_cause(tmp_path, monkeypatch):
     flaxckpt.save(tmp_path / "c", {"a": jnp.ones(3)})
 
 
-def run_script(script, *args):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def test_exiting_script_finishes_its_save(tmp_path):
-    done = run_script(
+    programs.run_text(
         """
         import sys, jax.numpy as jnp, flaxckpt
         state = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(40)}
@@ -993,12 +988,11 @@ def test_exiting_script_finishes_its_save(tmp_path):
         """,
         tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     assert float(flaxckpt.load(tmp_path)["w39"][0, 0]) == 39
 
 
 def test_exiting_script_fails_if_its_save_fails(tmp_path):
-    done = run_script(
+    done = programs.run_text(
         """
         import resource, signal, sys, jax.numpy as jnp, flaxckpt
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -1006,8 +1000,8 @@ def test_exiting_script_fails_if_its_save_fails(tmp_path):
         flaxckpt.save_async(sys.argv[1] + "/c", {"w": jnp.ones((512, 512))})
         """,
         tmp_path,
+        code=1,
     )
-    assert done.returncode != 0
     assert "could not be saved" in done.stderr
     assert not list(tmp_path.iterdir())
 

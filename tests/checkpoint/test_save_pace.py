@@ -1,7 +1,6 @@
 """A save gives way to the training until someone waits for it."""
 
 import os
-import subprocess
 import sys
 import threading
 
@@ -10,7 +9,7 @@ import optax
 import pytest
 
 import flaxckpt
-from tests.helpers import seams
+from tests.helpers import programs, seams
 from tests.helpers.gates import Gate
 
 pytestmark = pytest.mark.skipif(
@@ -96,7 +95,4 @@ threads = map(int, os.listdir("/proc/self/task"))
 found = [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
 print(len(found) > 2, {{*found}} == {{os.getpriority(os.PRIO_PROCESS, 0)}})
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
-    assert found.stdout.split() == ["True", "True"], found.stderr
+    assert programs.run("-c", code).stdout.split() == ["True", "True"]

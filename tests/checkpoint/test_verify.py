@@ -8,8 +8,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -19,7 +17,15 @@ import tensorstore as ts
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
-from tests.helpers import chunks, old_stores, run_files, seams, strategies, system_calls
+from tests.helpers import (
+    chunks,
+    old_stores,
+    programs,
+    run_files,
+    seams,
+    strategies,
+    system_calls,
+)
 from tests.helpers.chunks import flip
 from tests.helpers.files import flip_bit
 
@@ -653,4 +659,4 @@ def test_duration_excludes_imports(tmp_path):
         "late = seen[-1] - seen[0]\n"
         "assert not late & {'jax', 'flax', 'tensorstore'}, late\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "c"], check=True)
+    programs.run("-c", code, tmp_path / "c")

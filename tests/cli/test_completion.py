@@ -15,6 +15,7 @@ from click.shell_completion import ShellComplete
 
 import flaxckpt
 from flaxckpt.cli import app
+from tests.helpers import programs
 
 
 @pytest.fixture
@@ -92,16 +93,12 @@ def test_completion_does_not_import_jax(run):
         "import sys\nfrom flaxckpt.cli import main\n"
         "try: main()\nfinally: print('jax' in sys.modules, file=sys.stderr)"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ
-        | {
-            "_FLAXCKPT_COMPLETE": "bash_complete",
-            "COMP_WORDS": "flaxckpt show run params/layers_0/",
-            "COMP_CWORD": "3",
-        },
+    found = programs.run(
+        *("-c", code),
+        code=None,
+        _FLAXCKPT_COMPLETE="bash_complete",
+        COMP_WORDS="flaxckpt show run params/layers_0/",
+        COMP_CWORD="3",
     )
     assert found.stdout.split() == [
         "plain,params/layers_0/attn/",

@@ -1,9 +1,6 @@
 """Verbs that read metadata import neither jax nor TensorStore, and print the same."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flaxckpt
-from tests.helpers import ui_server
+from tests.helpers import programs, ui_server
 
 HEAVY = {"jax", "flax", "optax", "tensorstore", "numpy", "ml_dtypes", "rich"}
 
@@ -105,23 +102,15 @@ def made(tmp_path_factory):
 def test_reads_metadata_without_jax(made, command, monkeypatch, run, verb):
     monkeypatch.chdir(made)
     arguments = [word.replace("RUN", run) for word in verb.split()]
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"COLUMNS": "80"},
-    )
+    found = programs.run("-c", PROBE, *arguments, COLUMNS="80")
     *errors, modules = found.stderr.splitlines()
-    assert (found.returncode, errors) == (0, [])
+    assert errors == []
     assert HEAVY.isdisjoint(json.loads(modules))
     assert found.stdout == command(*arguments).stdout  # here, jax is imported
 
 
 def test_reads_orbax_database_without_jax(here):
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE, "show", "orbax"], capture_output=True, text=True
-    )
-    assert found.returncode == 0, found.stderr
+    found = programs.run("-c", PROBE, "show", "orbax")
     assert {"jax", "flax", "optax"}.isdisjoint(
         json.loads(found.stderr.splitlines()[-1])
     )
@@ -134,9 +123,7 @@ def test_reads_leaf_statistics_without_jax(tmp_path):
         )
         for step in (1, 2):
             on_step(step, {"w": np.full(4, step)})
-    command = [sys.executable, "-c", PROBE, "report", "run", "--no-diff"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    found = programs.run("-c", PROBE, "report", "run", "--no-diff", cwd=tmp_path)
     assert "Statistics of 1 leaf" in (tmp_path / "report.html").read_text()
     assert HEAVY.isdisjoint(json.loads(found.stderr.splitlines()[-1]))
 

@@ -17,7 +17,7 @@ import flaxckpt
 from flaxckpt import cli
 from flaxckpt.cli import app, main
 from tests import ROOT
-from tests.helpers import any_policy
+from tests.helpers import any_policy, programs
 
 VERBS = app.list_commands(click.Context(app))
 PYPROJECT = ROOT / "pyproject.toml"
@@ -35,23 +35,12 @@ finally:
 
 
 def run(*args, **environment):
-    return subprocess.run(
-        [*COMMAND, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-    )
+    return programs.run("-m", "flaxckpt", *args, code=None, **environment)
 
 
 def modules_of(*args):
     """Returns the modules that a process of the command imports."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ARGS": json.dumps(args)},
-    )
-    assert found.returncode == 0, found.stderr
+    found = programs.run("-c", PROBE, ARGS=json.dumps(args))
     return set(json.loads(found.stderr.splitlines()[-1]))
 
 
@@ -220,12 +209,7 @@ def test_ctrl_c_prints_one_line_and_exits_with_130(here):
         "from flaxckpt.cli import main\n"
         "main()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = programs.start("-c", code)
     assert process.stdout.readline() == "waits\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()

@@ -23,7 +23,7 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt.policies import BestN, LatestN
-from tests.helpers import chunks
+from tests.helpers import chunks, programs
 
 COMMAND = [sys.executable, "-m", "flaxckpt"]
 POLICIES = ["-k", "latest:3", "-k", "best:1:eval/loss:min", "-k", "every:1000"]
@@ -286,12 +286,8 @@ def test_ls_watch_prints_each_new_step_until_ctrl_c(tmp_path):
     with flaxckpt.Checkpointer(tmp_path / "run") as run:
         for step in (1, 2, 3):
             run.save(step, {"w": np.ones(2)}, metrics={"loss": 1 / step}).wait()
-        watch = subprocess.Popen(
-            [*COMMAND, "ls", "--watch", tmp_path / "run", "-n", "2"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        words = ("ls", "--watch", tmp_path / "run", "-n", 2)
+        watch = programs.start("-m", "flaxckpt", *words)
         first = [watch.stdout.readline() for _ in range(2)]
         run.save(4, {"w": np.ones(2)}, metrics={"loss": 0.25}).wait()
         last = watch.stdout.readline()

@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ from flaxckpt import errors, transforms
 from tests import GOLDEN
 from tests.convert.reads import trace_reads, trace_sizes
 from tests.golden import make_flaxckpt, make_safetensors
-from tests.helpers import chunks, old_stores, seams, strategies
+from tests.helpers import chunks, old_stores, programs, seams, strategies
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -588,8 +586,7 @@ def kill_halfway(source, target, format_name, layout):
     code = KILLED.format(
         src=str(source), dst=str(target), format=format_name, layout=layout
     )
-    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
-    assert ended.returncode == -signal.SIGKILL
+    programs.run("-c", code, code=-signal.SIGKILL)
     assert not target.exists()
     return target.with_name(target.name + TEMPORARY)
 

@@ -2,9 +2,6 @@
 
 import gc
 import itertools
-import subprocess
-import sys
-import textwrap
 import threading
 
 import grain
@@ -15,7 +12,7 @@ import pytest
 import flaxckpt
 from flaxckpt import datasets, errors
 from flaxckpt.datasets import Buffered, StepIndexed
-from tests.helpers import seams
+from tests.helpers import programs, seams
 from tests.helpers.dataset_runs import assert_resumes
 from tests.helpers.interruptions import ends, interrupt
 
@@ -296,18 +293,12 @@ def test_buffer_does_not_delay_program_exit(tmp_path):
         "batches = Buffered(StepIndexed(lambda i: i))\n"
         "print(next(batches))\n"
     )
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = programs.run(script)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_forked_child_raises_error_instead_of_waiting():
-    code = """
+    done = programs.run_text("""
         import os, sys, warnings
         from flaxckpt import errors
         from flaxckpt.datasets import Buffered, StepIndexed
@@ -323,14 +314,7 @@ def test_forked_child_raises_error_instead_of_waiting():
                 print(error)
         print(batches.get_state())
         batches.close()
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    """)
     assert done.stdout.count("in another process") == 2
     assert done.stdout.endswith("{'next_index': 1}\n")
 

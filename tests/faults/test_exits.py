@@ -1,8 +1,6 @@
 """A program that ends, or forks, loses no save, and says so if one has failed."""
 
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -10,6 +8,7 @@ import pytest
 
 import flaxckpt
 from tests import ROOT
+from tests.helpers import programs
 
 BEGIN = f"""
 import sys
@@ -47,12 +46,8 @@ def run(tmp_path):
     def run(text, *args):
         program = tmp_path / "program.py"
         program.write_text(BEGIN + textwrap.dedent(text))
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", program, tmp_path / "c", *args],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = ("-W", "ignore", program, tmp_path / "c", *args)
+        return programs.run(*words, code=None)
 
     return run
 
@@ -131,13 +126,7 @@ save(directory)
 def test_second_ctrl_c_at_exit_reports_interrupted_save(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(BEGIN + INTERRUPTED)
-    process = subprocess.Popen(
-        [sys.executable, program, tmp_path / "c"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = programs.start(program, tmp_path / "c")
     assert process.stdout.readline() == "under way\n"
     told = []
     # The first breaks off Python's own wait for threads, the next ours; where signals
@@ -169,13 +158,7 @@ def test_early_registered_exit_handler_can_save(tmp_path, full):
     atexit.register(last)
     """
     program.write_text(textwrap.dedent(early) + BEGIN)
-    done = subprocess.run(
-        [sys.executable, program, tmp_path / "c", str(full)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == (1 if full else 0), done.stderr
+    done = programs.run(program, tmp_path / "c", full, code=1 if full else 0)
     assert ("could not be saved" in done.stderr) is full
     assert (tmp_path / "c").exists() is not full
 

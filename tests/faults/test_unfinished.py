@@ -3,16 +3,13 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import flaxckpt
-from tests import ROOT
 from tests.faults import scenarios
-from tests.helpers import run_files, seams
+from tests.helpers import programs, run_files, seams
 
 KILLS = 30
 LEFT = "7.orbax-checkpoint-tmp-writing-0123abcd"
@@ -55,13 +52,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", ["preflight", "resume"])
 def test_next_opening_removes_leftovers_of_killed_trial(tmp_path, trial):
-    process = subprocess.Popen(
-        [sys.executable, "-c", TRYING, tmp_path, trial],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = programs.start("-c", TRYING, tmp_path, trial)
     assert process.stdout.readline() == "in the middle\n"
     (left,) = tmp_path.glob(f"{trial}.orbax-checkpoint-tmp-*")
     assert flaxckpt.Checkpointer(tmp_path).steps() == []

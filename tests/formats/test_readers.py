@@ -9,10 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,12 +29,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flaxckpt
 from flaxckpt import errors, formats, transforms
 from tests import GOLDEN, ROOT
-from tests.helpers import old_stores, seams, slow
+from tests.helpers import old_stores, programs, seams, slow
 from tests.helpers.golden_cases import CASES, Case, assert_same, find, nested
 from tests.hostile import safetensors as hostile_safetensors
 
 HOSTILE = sorted(file.stem for file in (ROOT / "tests/hostile").glob("[!_]*.py"))
-RUN_HOSTILE = [sys.executable, "-m", "tests.helpers.run_hostile"]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -307,13 +303,8 @@ def test_rejects_hostile_checkpoints(format_name, tmp_path):
     for attempt in range(5):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        process = subprocess.run(
-            [*RUN_HOSTILE, format_name, folder, *names],
-            env={**os.environ, "XLA_FLAGS": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words = ("-m", "tests.helpers.run_hostile", format_name, folder, *names)
+        process = programs.run(*words, code=None, timeout=None, XLA_FLAGS="")
         known = told(process.stdout, outcomes)
         if process.returncode == 0:
             break

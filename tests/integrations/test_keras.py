@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -20,7 +18,7 @@ import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
 from flaxckpt.integrations.keras import KerasCheckpoint
-from tests.helpers import chunks, slow
+from tests.helpers import chunks, programs, slow
 
 STEPS = 6
 EPOCHS = 3
@@ -480,11 +478,4 @@ def test_error_without_keras_names_the_extra_to_install():
 
 
 def error_of(code, **environment):
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-    )
-    return found.stderr
+    return programs.run("-c", code, code=None, **environment).stderr

@@ -3,8 +3,6 @@
 import logging
 import math
 import struct
-import subprocess
-import sys
 
 import pytest
 
@@ -19,6 +17,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 import flaxckpt
 from flaxckpt import policies
 from flaxckpt.integrations.tensorboard import EventFiles
+from tests.helpers import programs
 from tests.helpers.files import flip_bit
 
 
@@ -153,10 +152,7 @@ def test_warns_about_missing_directory(tmp_path, caplog):
 
 def test_does_not_import_tensorflow():
     code = "import sys, flaxckpt.integrations.tensorboard; print(*sys.modules)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
-    )
-    assert "tensorflow" not in found.stdout.split()
+    assert "tensorflow" not in programs.run("-c", code).stdout.split()
 
 
 def test_error_without_tensorboard_names_the_extra_to_install():
@@ -164,11 +160,9 @@ def test_error_without_tensorboard_names_the_extra_to_install():
         "import sys; sys.modules['tensorboard'] = None\n"
         "import flaxckpt.integrations.tensorboard"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
-    )
-    assert "OptionError" in found.stderr
-    assert "pip install 'flaxckpt[tensorboard]'" in found.stderr
+    told = programs.run("-c", code, code=1).stderr
+    assert "OptionError" in told
+    assert "pip install 'flaxckpt[tensorboard]'" in told
 
 
 def test_policies_keep_the_best_steps_by_tensorboard_metrics(tmp_path, write):

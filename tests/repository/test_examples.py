@@ -3,11 +3,8 @@
 import importlib
 import importlib.util
 import itertools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +15,7 @@ from flax import nnx
 
 import flaxckpt
 from tests import ROOT
-from tests.helpers import slow
+from tests.helpers import programs, slow
 
 
 class InterruptedTrainingError(Exception):
@@ -230,64 +227,39 @@ def test_demo_fails_if_runs_differ(tmp_path, capsys):
     assert "leaves differ" in capsys.readouterr().out
 
 
+def run_example(name, path):
+    """Runs an example as a program; returns what it has printed."""
+    options = {"cwd": ROOT, "timeout": None, "HF_HUB_OFFLINE": "1"}
+    return programs.run("-m", f"examples.{name}", path, **options).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_four_processes_resume_run_of_two(tmp_path):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-m", "examples.multiprocess", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "2 processes begin at step 0\n" in ended.stdout
-    assert "a process ended with -9" in ended.stdout
-    assert "4 processes begin at step 8\n" in ended.stdout
-    assert "step 20 is saved" in ended.stdout
-    assert "run/20 is good" in ended.stdout
+    printed = run_example("multiprocess", tmp_path / "run")
+    assert "2 processes begin at step 0\n" in printed
+    assert "a process ended with -9" in printed
+    assert "4 processes begin at step 8\n" in printed
+    assert "step 20 is saved" in printed
+    assert "run/20 is good" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_three_processes_continue_without_fourth_machine(tmp_path):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-m", "examples.lost_machine", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "4 processes begin at step 0\n" in ended.stdout
-    assert "3 processes begin at step 3\n" in ended.stdout
-    assert ended.stdout.count(": 0 bytes from afar") == 3
-    digests = re.findall("has the digest ([0-9a-f]{64})", ended.stdout)
+    printed = run_example("lost_machine", tmp_path)
+    assert "4 processes begin at step 0\n" in printed
+    assert "3 processes begin at step 3\n" in printed
+    assert printed.count(": 0 bytes from afar") == 3
+    digests = re.findall("has the digest ([0-9a-f]{64})", printed)
     assert len(digests) == 2
     assert len({*digests}) == 1
-    assert "run/6 is good" in ended.stdout
+    assert "run/6 is good" in printed
 
 
 @pytest.mark.slow
 def test_trains_and_exports_hugging_face_model_on_eight_devices(tmp_path):
-    def run():
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        ended = subprocess.run(
-            [sys.executable, "-m", "examples.finetune_huggingface", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        return ended.stdout
-
-    printed = run()
+    printed = run_example("finetune_huggingface", tmp_path)
     assert "sharded: P(None, 'model') over {'data': 2, 'model': 4}" in printed
     losses = dict(re.findall(r"(first|last) loss: ([\d.]+)", printed))
     assert float(losses["last"]) < float(losses["first"]) / 2
@@ -297,6 +269,6 @@ def test_trains_and_exports_hugging_face_model_on_eight_devices(tmp_path):
     [origin] = flaxckpt.metadata(tmp_path / "run").lineage
     assert origin.path == str(tmp_path / "published")
     assert flaxckpt.Checkpointer(tmp_path / "run").steps() == [10, 20]
-    again = run()  # finished: it exports once more
+    again = run_example("finetune_huggingface", tmp_path)  # it exports once more
     assert "loss" not in again
     assert "the exported arrays are those of the run" in again

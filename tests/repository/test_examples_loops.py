@@ -1,35 +1,23 @@
 """The loops of the examples run, and each resumes exactly."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.helpers import slow
+from tests.helpers import programs, slow
 
 ELSEWHERE = {"__init__", "toy"}
 
 
 def run(name):
     """Returns the output of an example; skips the test if the example skips itself."""
-    # Use this checkout, not an installed version.
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.run(
-        [sys.executable, "-m", f"examples.loops.{name}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert process.returncode == 0, process.stderr
-    if process.stdout.startswith("skipped: "):
-        pytest.skip(process.stdout)
-    return process.stdout
+    words = ("-m", f"examples.loops.{name}")
+    printed = programs.run(*words, cwd=ROOT, timeout=None).stdout
+    if printed.startswith("skipped: "):
+        pytest.skip(printed)
+    return printed
 
 
 @pytest.mark.slow

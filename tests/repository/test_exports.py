@@ -5,15 +5,13 @@ import dataclasses
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 import flaxckpt
-from tests.helpers import syntax
+from tests.helpers import programs, syntax
 
 # The core must not import these packages: it recognizes their objects by protocol.
 NOT_IMPORTED = {"clu", "grain", "keras", "orbax", "tensorboard", "tensorflow", "torch"}
@@ -32,10 +30,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def fresh() -> dict[str, list[str]]:
     """Returns the state of a process that has imported only flaxckpt."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROBE], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(found.stdout)
+    return json.loads(programs.run("-c", PROBE).stdout)
 
 
 def test_all_lists_exactly_the_public_names(fresh):

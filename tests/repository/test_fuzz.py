@@ -6,13 +6,11 @@ them more time, and leads them to code that no input has reached.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from tests import ROOT
-from tests.helpers import slow
+from tests.helpers import programs, slow
 from verification.fuzz import targets
 
 SECS = float(os.environ.get("FUZZ_SECS", "3"))
@@ -25,17 +23,13 @@ QUICK = ("msgpack", "own")
 @pytest.mark.parametrize("name", slow.all_but(targets.TARGETS, QUICK))
 def test_changed_inputs_are_read_or_rejected(name, tmp_path):
     seed = int.from_bytes(os.urandom(4), "little")
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "verification.fuzz", name, f"--secs={SECS}"),
-            *(f"--seed={seed}", f"--keep={tmp_path}"),
-        ],
+    process = programs.run(
+        *("-m", "verification.fuzz", name, f"--secs={SECS}"),
+        *(f"--seed={seed}", f"--keep={tmp_path}"),
+        code=None,
         cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
         timeout=SECS + 300,
-        check=False,
+        XLA_FLAGS="",
     )
     found = {file.name: file.read_bytes().hex() for file in tmp_path.iterdir()}
     told = f"seed {seed}: {process.stdout[-3000:]}\n{process.stderr[-3000:]}"

@@ -1,9 +1,6 @@
 """The site builds without warnings, has every page and name, and needs no network."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 
 import flaxckpt
 from tests import ROOT
+from tests.helpers import programs
 
 AT_THE_TOP = ["FORMAT", "ARCHITECTURE", "SECURITY", "CHANGELOG"]
 ELSEWHERE = re.compile(r"(https?:)?//")
@@ -23,14 +21,8 @@ ELSEWHERE = re.compile(r"(https?:)?//")
 def site(tmp_path_factory):
     """The directory of a site, built with warnings as errors."""
     directory = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(directory)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
+    words = ("-m", "mkdocs", "build", "--strict", "-d", directory)
+    built = programs.run(*words, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     assert "WARNING" not in built.stderr, built.stderr
     return directory
 

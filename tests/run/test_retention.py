@@ -6,10 +6,7 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -27,6 +24,7 @@ from tests.helpers import (
     chunks,
     faulty_store,
     old_stores,
+    programs,
     run_files,
     seams,
     slow,
@@ -1029,15 +1027,7 @@ ADDING = """
 def test_processes_adding_metrics_concurrently_lose_none(tmp_path, metrics):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state(1), metrics=metrics)
-    adding = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(ADDING), tmp_path, name, "60"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in "ab"
-    ]
+    adding = [programs.start_text(ADDING, tmp_path, name, 60) for name in "ab"]
     for process in adding:
         assert process.stdout.readline() == "ready\n"
     for process in adding:
@@ -1291,16 +1281,7 @@ PRUNING = """
 @pytest.mark.slow
 def test_processes_pruning_concurrently_delete_each_step_once(tmp_path):
     save_many(tmp_path, range(80))
-    pruning = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PRUNING), tmp_path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    pruning = [programs.start_text(PRUNING, tmp_path) for _ in range(2)]
     for process in pruning:
         assert process.stdout.readline() == "ready\n"
     for process in pruning:

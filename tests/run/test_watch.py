@@ -4,9 +4,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 
 import numpy as np
@@ -15,7 +12,7 @@ import pytest
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.policies import LatestN
-from tests.helpers import run_files, seams, strategies
+from tests.helpers import programs, run_files, seams, strategies
 
 OLD = 3600
 
@@ -32,14 +29,6 @@ def save(root, *steps):
 
 def leases(root):
     return list(root.glob(f"*/{run_files.READING}*"))
-
-
-def python(code, *args):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
 
 
 def ready(root, **options):
@@ -70,7 +59,7 @@ TRAINER = """
 @pytest.mark.slow
 def test_slow_reader_prevents_deletion_of_its_step(tmp_path):
     root, stop = tmp_path / "run", tmp_path / "stop"
-    trainer = python(TRAINER, root, stop)
+    trainer = programs.start_text(TRAINER, root, stop)
     reader = flaxckpt.Checkpointer(root, read_only=True)
     seen = []
     try:
@@ -109,7 +98,7 @@ READER = """
 @pytest.mark.slow
 def test_lease_of_killed_reader_expires(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    reader = python(READER, tmp_path)
+    reader = programs.start_text(READER, tmp_path)
     assert reader.stdout.readline() == "1\n"
     ckpt = flaxckpt.Checkpointer(tmp_path, keep=[LatestN(1)])
     ckpt.save(2, state(2)).wait()
@@ -310,19 +299,13 @@ def test_ignores_lease_from_future(tmp_path):
 @pytest.mark.slow
 def test_abandoned_loop_releases_its_lease_at_exit(tmp_path):
     save(tmp_path, 1)
-    code = """
+    code = """if True:
         import sys
         import flaxckpt
         steps = flaxckpt.Checkpointer(sys.argv[1]).new_steps()
         print(next(steps))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = programs.run("-c", code, tmp_path)
     assert (done.stdout, done.stderr) == ("1\n", "")
     assert not leases(tmp_path)
 
@@ -350,13 +333,7 @@ def test_forked_child_keeps_lease_of_parent(tmp_path):
         os.waitpid(child, 0)
         print(*(name for name in os.listdir(sys.argv[1] + "/1") if "READING" in name))
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = programs.run_text(code, tmp_path)
     assert done.stdout.count("READING") == 1
     assert not leases(tmp_path)
 

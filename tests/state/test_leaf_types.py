@@ -1,8 +1,5 @@
 """Leaf types of users: saved as their parts, restored as themselves."""
 
-import subprocess
-import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -20,7 +17,7 @@ from hypothesis import strategies as st
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.transforms import cast, drop, rename
-from tests.helpers import seams, strategies
+from tests.helpers import programs, seams, strategies
 
 few_examples = hypothesis.settings(
     max_examples=20, suppress_health_check=list(hypothesis.HealthCheck)
@@ -227,8 +224,7 @@ def test_other_program_needs_only_registration(tmp_path):
             assert flaxckpt.load(sys.argv[1])["own"].parts == {"a": 1}
     """
     for verb in ("save", "load"):
-        command = [sys.executable, "-c", textwrap.dedent(code), tmp_path / "a", verb]
-        subprocess.run(command, check=True, timeout=100)
+        programs.run_text(code, tmp_path / "a", verb)
 
 
 # ---- states of training ----------------------------------------------------------

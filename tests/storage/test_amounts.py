@@ -1,6 +1,5 @@
 """What a run in a store costs: requests, and memory."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import flaxckpt
 from flaxckpt.policies import LatestN
 from tests.helpers import faulty_store as faulty
+from tests.helpers import programs
 
 
 def test_every_operation_makes_few_requests():
@@ -96,10 +96,7 @@ def test_save_verify_and_restore_hold_state_only_once(store_path):
     url = str(store_path("moto"))
     beyond = {}
     for what in ("save", "verify", "restore"):
-        command = [sys.executable, "-c", _MEASURED, url, what]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        beyond[what] = int(done.stdout) / 2**20
+        beyond[what] = int(programs.run("-c", _MEASURED, url, what).stdout) / 2**20
     # Requests in flight, and freed memory that the allocator keeps, take about 256 MiB
     # of a restore: they do not grow with the state.
     assert beyond["save"] < 704, beyond

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -26,7 +25,7 @@ from flax.training import train_state
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.datasets import StepIndexed
-from tests.helpers import run_files, seams, strategies
+from tests.helpers import programs, run_files, seams, strategies
 
 
 @pytest.fixture
@@ -495,11 +494,7 @@ on_step = flaxckpt.CheckpointCallback(flaxckpt.Checkpointer(sys.argv[1]), every_
 for step in (1, 2, 3):
     on_step(step, {"n": step})
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
-    )
-    assert ended.returncode == 0
-    assert "without saving step 3" in ended.stderr
+    assert "without saving step 3" in programs.run("-c", code, tmp_path).stderr
     assert flaxckpt.load(tmp_path) == {"n": 2}
 
 

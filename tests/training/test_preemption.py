@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -15,7 +13,7 @@ from flax.training import train_state
 
 import flaxckpt
 from flaxckpt import errors
-from tests.helpers import seams
+from tests.helpers import programs, seams
 
 
 class Clock:
@@ -345,15 +343,8 @@ STOP = "os.kill(os.getpid(), signal.SIGINT)"
 
 @pytest.mark.slow
 def test_ctrl_c_interrupts_later_notebook_cell(ckpt):
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c", NOTEBOOK, str(ckpt.directory)),
-            *(SETUP, LOOP, FUNCTION, STOP),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    cells = (SETUP, LOOP, FUNCTION, STOP)
+    ended = programs.run("-c", NOTEBOOK, ckpt.directory, *cells, code=None)
     assert ended.stdout.splitlines() == [
         "went on",
         "went on",

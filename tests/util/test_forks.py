@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -19,7 +18,7 @@ from flaxckpt._steps import event as steps_event
 from flaxckpt._steps import journal as steps_journal
 from flaxckpt._util import forks as util_forks
 from tests import ROOT
-from tests.helpers import run_files
+from tests.helpers import programs, run_files
 
 CHILD_SECS = 120
 
@@ -186,11 +185,7 @@ def test_lasting_objects_hold_only_known_locks(tmp_path, kind):
         "import sys; from tests.util import test_forks;"
         " test_forks.tell_locks(*sys.argv[1:])"
     )
-    command = [sys.executable, "-c", code, root, tmp_path / "ssd"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = programs.run("-c", code, root, tmp_path / "ssd", cwd=ROOT)
     found = json.loads(done.stdout)
     assert found, "those that are known"
     assert not [name for name in found if not any(each in name for each in KNOWN)]
@@ -267,13 +262,7 @@ def run(tmp_path):
     def run(text):
         program = tmp_path / "program.py"
         program.write_text(BEGIN + textwrap.dedent(text))
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", program, tmp_path / "run"],
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        done = programs.run("-W", "ignore", program, tmp_path / "run")
         return done.stdout.split("\n")[:-1]
 
     return run
@@ -464,6 +453,4 @@ def test_fork_waits_for_import_in_another_thread(tmp_path):
         assert os.waitpid(child, 0)[1] == 0
         assert flaxckpt.load(sys.argv[1] + "/b")["w"].tolist() == [0, 1, 2]
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-4000:]
+    programs.run_text(program, tmp_path)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import flaxckpt
 from flaxckpt import transforms
-from tests.helpers import seams
+from tests.helpers import programs, seams
 
 # Each operation goes on only when it gets a line from the terminal, or, if it is to be
 # quiet, when nobody draws any more.
@@ -206,14 +206,8 @@ def test_no_color_variable_shows_bar_without_colours(tmp_path):
 
 @pytest.mark.slow
 def test_writes_nothing_without_terminal(tmp_path):
-    found = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), "quiet"],
-        check=True,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=DEADLINE_SECS,
-    )
-    assert (found.stdout, found.stderr) == (b"all done\n", b"")
+    found = programs.run("-c", CHILD, tmp_path, "quiet", timeout=DEADLINE_SECS)
+    assert (found.stdout, found.stderr) == ("all done\n", "")
 
 
 # ---- what is counted ---------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ import pytest
 
 from flaxckpt._util import threads as util_threads
 from flaxckpt._util.pace import Pace
-from tests.helpers import seams
+from tests.helpers import programs, seams
 from tests.helpers.interruptions import end_threads, ends, interrupt
 
 
@@ -142,9 +141,7 @@ def work():
     print(len(done))
 threading.Thread(target=work).start()
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
-    )
+    found = programs.run("-c", code)
     assert (found.stdout.strip(), found.stderr) == ("21", "")
 
 
@@ -165,14 +162,7 @@ for _ in range(4):
 time.sleep(0.2)
 print("ends")
 """
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert (found.returncode, found.stdout.strip()) == (0, "ends"), found.stderr[-2000:]
+    assert programs.run("-c", code, JAX_PLATFORMS="cpu").stdout.strip() == "ends"
 
 
 # ---- work gives way to the program until someone waits for it -----------------------
