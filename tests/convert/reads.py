@@ -1,6 +1,26 @@
-"""What a conversion reads of its source."""
+"""What a conversion reads of its source, and conversions that stop on the way."""
+
+import contextlib
+
+import pytest
 
 from tests.helpers import seams
+
+
+class StopError(Exception):
+    """What ends a conversion."""
+
+
+@contextlib.contextmanager
+def stopping(share):
+    """Yields the progress function that ends a conversion after a share of it."""
+
+    def stop(done, total):
+        if 0 < done >= share * total:
+            raise StopError
+
+    with pytest.raises(StopError):
+        yield stop
 
 
 def trace_reads(monkeypatch):

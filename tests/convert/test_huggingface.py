@@ -17,6 +17,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, maps
 from flaxckpt.transforms import cast, drop, map_leaf, rename, stack, transpose
+from tests.convert.reads import stopping
 from tests.helpers import hub_cache, seams
 from tests.helpers import published as hf
 
@@ -85,6 +86,13 @@ def loaded(source):
     return flaxckpt.load(source, transforms=linen_map())["params"]
 
 
+def export(tmp_path, name="x", out="out", **options):
+    """Exports a checkpoint, unless told otherwise by the map of the linen model."""
+    return flaxckpt.export_huggingface(
+        tmp_path / name, tmp_path / out, **{"map": linen_map()} | options
+    )
+
+
 STATES = {
     "TrainState": lambda params: TrainState.create(
         apply_fn=None, params=params, tx=optax.adamw(1e-3)
@@ -106,9 +114,7 @@ STATES = {
 def test_model_round_trips_bit_for_bit(tmp_path, source, kind):
     with flaxckpt.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(5, STATES[kind](loaded(source)))
-    result = flaxckpt.export_huggingface(
-        tmp_path / "run", tmp_path / "out", map=linen_map(), tokenizer=source
-    )
+    result = export(tmp_path, "run", tokenizer=source)
     assert result.path == str(tmp_path / "out")
     assert_published(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -140,16 +146,12 @@ def test_exports_nnx_and_orbax_states(tmp_path, source):
     with ocp.StandardCheckpointer() as orbax:
         orbax.save(tmp_path / "orbax", pure)
     for name in ("ours", "orbax"):
-        flaxckpt.export_huggingface(
-            tmp_path / name, tmp_path / f"{name} out", map=[names], config=CONFIG
-        )
+        export(tmp_path, name, f"{name} out", map=[names], config=CONFIG)
         assert_published(tmp_path / f"{name} out", arrays)
     (tmp_path / "state.msgpack").write_bytes(
         serialization.to_bytes({"model": jax.tree.map(np.asarray, pure["model"])})
     )
-    flaxckpt.export_huggingface(
-        tmp_path / "state.msgpack", tmp_path / "out", map=[names], config=CONFIG
-    )
+    export(tmp_path, "state.msgpack", map=[names], config=CONFIG)
     assert_published(tmp_path / "out", arrays)
 
 
@@ -159,22 +161,14 @@ def test_scanned_layers_are_unstacked(tmp_path, source):
     assert flaxckpt.metadata(tmp_path / "x").leaves[
         "params/layers/up/kernel"
     ].shape == (3, 4, 6)
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "out", map=names, tokenizer=source
-    )
+    export(tmp_path, map=names, tokenizer=source)
     assert_published(tmp_path / "out")
 
 
 def test_splits_many_arrays_into_shards_with_index(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
-    flaxckpt.export_huggingface(
-        tmp_path / "x",
-        tmp_path / "out",
-        map=linen_map(),
-        config=CONFIG,
-        max_shard_bytes=200,
-        max_concurrent_bytes=64,
-    )
+    options = {"max_shard_bytes": 200, "max_concurrent_bytes": 64}
+    export(tmp_path, config=CONFIG, **options)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     count = len(set(index["weight_map"].values()))
     assert count > 1
@@ -195,18 +189,15 @@ def test_dtype_casts_floats_and_updates_config(tmp_path, source):
     flaxckpt.save(tmp_path / "x", params)
     names = [*linen_map(), rename("position_ids", "ids")]
     config = CONFIG | {"torch_dtype": "float32", "text_config": {"dtype": "float16"}}
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "16", map=names, config=config, dtype=jnp.bfloat16
-    )
+    options = {"map": names, "config": config}
+    export(tmp_path, out="16", dtype=jnp.bfloat16, **options)
     wanted = published("bfloat16") | {"position_ids": np.arange(3, dtype=np.int32)}
     assert_published(tmp_path / "16", wanted)
     assert json.loads((tmp_path / "16/config.json").read_text()) == CONFIG | {
         "torch_dtype": "bfloat16",
         "text_config": {"dtype": "bfloat16"},
     }
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "32", map=names, config=config
-    )
+    export(tmp_path, out="32", **options)
     assert json.loads((tmp_path / "32/config.json").read_text()) == config | {
         "text_config": {"dtype": "float32"}
     }
@@ -216,9 +207,7 @@ def test_leaves_dropped_or_cast_by_map_stay_so(tmp_path, source):
     names = [drop("norm/.*"), cast(".*", "bfloat16"), *linen_map()]
     del names[3]
     flaxckpt.save(tmp_path / "x", flaxckpt.load(source, transforms=names))
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "out", map=names, config=CONFIG
-    )
+    export(tmp_path, map=names, config=CONFIG)
     wanted = published("bfloat16")
     del wanted["norm.weight"]
     assert_published(tmp_path / "out", wanted)
@@ -227,9 +216,7 @@ def test_leaves_dropped_or_cast_by_map_stay_so(tmp_path, source):
 def test_keeps_dotted_names_with_empty_map(tmp_path):
     arrays = {"a.b": np.ones(2, np.float32), "a": np.zeros(3, np.float32)}
     safetensors.save_file(arrays, tmp_path / "x.safetensors")
-    flaxckpt.export_huggingface(
-        tmp_path / "x.safetensors", tmp_path / "out", map=[], config=CONFIG
-    )
+    export(tmp_path, "x.safetensors", map=[], config=CONFIG)
     assert_published(tmp_path / "out", arrays)
 
 
@@ -251,9 +238,7 @@ def test_accepts_config_from_any_source(tmp_path, source, caplog, kind):
         "none": None,
     }[kind]
     with caplog.at_level(logging.WARNING):
-        flaxckpt.export_huggingface(
-            tmp_path / "x", tmp_path / "out", map=linen_map(), config=config
-        )
+        export(tmp_path, config=config)
     if kind == "none":
         assert "cannot open the exported model" in caplog.text
         assert not (tmp_path / "out/config.json").exists()
@@ -265,9 +250,8 @@ def test_accepts_config_from_any_source(tmp_path, source, caplog, kind):
 
 
 def refuse(tmp_path, error=errors.OptionError, match="", **options):
-    options = {"map": linen_map(), "config": CONFIG} | options
     with pytest.raises(error, match=match) as caught:
-        flaxckpt.export_huggingface(tmp_path / "x", tmp_path / "out", **options)
+        export(tmp_path, **{"config": CONFIG} | options)
     assert str(caught.value).count("\n") < 15
     assert not (tmp_path / "out").exists()
 
@@ -288,13 +272,7 @@ def test_transforms_can_drop_leaf_missing_from_map(tmp_path, source, caplog):
     flaxckpt.save(tmp_path / "x", {"params": params, "ema": {"w": jnp.ones(1)}})
     refuse(tmp_path, match="params/new_head: float32")
     with caplog.at_level(logging.INFO):
-        flaxckpt.export_huggingface(
-            tmp_path / "x",
-            tmp_path / "out",
-            map=linen_map(),
-            config=CONFIG,
-            transforms=[drop("params/new_head")],
-        )
+        export(tmp_path, config=CONFIG, transforms=[drop("params/new_head")])
     assert "not exported, as it is beside params: ema/w" in caplog.text
     assert_published(tmp_path / "out")
 
@@ -343,20 +321,14 @@ def test_pipe_in_place_of_file_does_not_block(tmp_path, source):
 
 def test_overwrite_requires_replacing_all_export_files(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
-
-    def export(**options):
-        flaxckpt.export_huggingface(
-            tmp_path / "x", tmp_path / "out", map=linen_map(), **options
-        )
-
-    export(tokenizer=source, max_shard_bytes=200)
+    export(tmp_path, tokenizer=source, max_shard_bytes=200)
     with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
-        export(tokenizer=source)
+        export(tmp_path, tokenizer=source)
     with pytest.raises(errors.CheckpointExistsError, match=r"vocab\.txt"):
-        export(config=source, overwrite=True)
+        export(tmp_path, config=source, overwrite=True)
     with pytest.raises(errors.CheckpointExistsError, match=r"config\.json"):
         flaxckpt.convert(tmp_path / "x", tmp_path / "out", overwrite=True)
-    export(tokenizer=source, overwrite=True)
+    export(tmp_path, tokenizer=source, overwrite=True)
     assert_published(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors*"))) == 1
 
@@ -364,9 +336,7 @@ def test_overwrite_requires_replacing_all_export_files(tmp_path, source):
 def test_rejects_target_named_like_file(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     with pytest.raises(errors.OptionError, match="has the name of a file"):
-        flaxckpt.export_huggingface(
-            tmp_path / "x", tmp_path / "m.safetensors", map=linen_map(), config=CONFIG
-        )
+        export(tmp_path, out="m.safetensors", config=CONFIG)
 
 
 # ---- maps by name ------------------------------------------------------------------
@@ -379,9 +349,7 @@ def test_detects_layout_and_prefix(tmp_path, target, root):
     model = hf.write_llama(tmp_path / "published")
     changes = maps.llama(model, target=target, prefix=root)
     flaxckpt.convert(model, tmp_path / "x", transforms=changes)
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "out", config=model, max_shard_bytes=10_000
-    )
+    export(tmp_path, map="auto", config=model, max_shard_bytes=10_000)
     found, wanted = read_all(tmp_path / "out"), hf.llama_tensors()
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
@@ -409,13 +377,8 @@ def test_rejects_extra_leaf_but_exports_rest_after_drop(tmp_path, options):
     params = flaxckpt.load(model, transforms=maps.llama(model, target="linen"))
     flaxckpt.save(tmp_path / "x", {"params": {**params, "value_head": np.ones((4, 1))}})
     refuse(tmp_path, match="params/value_head", config=model, **options)
-    flaxckpt.export_huggingface(
-        tmp_path / "x",
-        tmp_path / "out",
-        config=model,
-        transforms=[drop("params/value_head")],
-        **options,
-    )
+    dropped = [drop("params/value_head")]
+    export(tmp_path, config=model, transforms=dropped, **options)
     assert_published(tmp_path / "out", hf.llama_tensors())
 
 
@@ -427,9 +390,7 @@ def test_ambiguous_parameter_copies_require_prefix(tmp_path, names):
     flaxckpt.save(tmp_path / "x", dict(zip(names, copies, strict=True)))
     why = "both have the leaves of maps.llama"
     refuse(tmp_path, match=why, map="auto", config=model)
-    flaxckpt.export_huggingface(
-        tmp_path / "x", tmp_path / "out", config=model, prefix=names[0]
-    )
+    export(tmp_path, map="auto", config=model, prefix=names[0])
     assert_published(tmp_path / "out", hf.llama_tensors())
 
 
@@ -449,25 +410,12 @@ def test_map_name_requires_fitting_config(tmp_path):
     refuse(
         tmp_path, match="leaves are missing", map="llama", config=wrong, target="linen"
     )
-    flaxckpt.export_huggingface(
-        tmp_path / "x",
-        tmp_path / "out",
-        map="llama",
-        config={k: v for k, v in hf.LLAMA.items() if k != "model_type"},
-    )
+    config = {k: v for k, v in hf.LLAMA.items() if k != "model_type"}
+    export(tmp_path, map="llama", config=config)
     assert_published(tmp_path / "out", hf.llama_tensors())
 
 
 # ---- interrupted -------------------------------------------------------------------
-
-
-class StopError(Exception):
-    """Interrupts an export."""
-
-
-def stop_halfway(done, total):
-    if done >= total / 2:
-        raise StopError
 
 
 @pytest.fixture
@@ -485,18 +433,14 @@ def computed(monkeypatch):
 
 
 def export_in_parts(tmp_path, **options):
-    return flaxckpt.export_huggingface(
-        tmp_path / "x",
-        tmp_path / "out",
-        **{"map": linen_map(), "config": CONFIG, "max_concurrent_bytes": 64} | options,
-    )
+    return export(tmp_path, **{"config": CONFIG, "max_concurrent_bytes": 64} | options)
 
 
 def test_interrupted_export_keeps_computed_tensors(tmp_path, source, computed):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
     computed.clear()
-    with pytest.raises(StopError):
-        export_in_parts(tmp_path, progress=stop_halfway)
+    with stopping(1 / 2) as stop:
+        export_in_parts(tmp_path, progress=stop)
     first = list(computed)
     computed.clear()
     assert first
@@ -519,8 +463,8 @@ def times(factor):
 
 def test_another_function_starts_over(tmp_path, source, computed):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
-    with pytest.raises(StopError):
-        export_in_parts(tmp_path, map=[*linen_map(), times(2.0)], progress=stop_halfway)
+    with stopping(1 / 2) as stop:
+        export_in_parts(tmp_path, map=[*linen_map(), times(2.0)], progress=stop)
     export_in_parts(tmp_path, map=[*linen_map(), times(4.0)])
     wanted = {
         name: array / 4 if array.ndim == 2 and "embed" not in name else array
@@ -531,8 +475,8 @@ def test_another_function_starts_over(tmp_path, source, computed):
 
 def test_another_config_starts_over(tmp_path, source):
     flaxckpt.save(tmp_path / "x", {"params": loaded(source)})
-    with pytest.raises(StopError):
-        export_in_parts(tmp_path, progress=stop_halfway)
+    with stopping(1 / 2) as stop:
+        export_in_parts(tmp_path, progress=stop)
     export_in_parts(tmp_path, config=CONFIG | {"other": "x" * 1000})
     assert_published(tmp_path / "out")
     assert "xxx" in (tmp_path / "out/config.json").read_text()

@@ -11,7 +11,7 @@ from orbax import checkpoint as ocp
 import flaxckpt
 from flaxckpt import errors, transforms
 from flaxckpt.datasets import StepIndexed
-from tests.convert.reads import trace_reads
+from tests.convert.reads import stopping, trace_reads
 from tests.helpers import strategies
 
 LAYOUTS = {
@@ -184,12 +184,7 @@ def test_interrupted_conversion_keeps_pieces_of_all_items(tmp_path, monkeypatch)
     }
     flaxckpt.save(tmp_path / "source", tree, items=("a", "b", "c"))
     options = {"max_concurrent_bytes": 2**18}
-
-    def stop(done, total):
-        if done >= 0.7 * total:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError):
+    with stopping(0.7) as stop:
         flaxckpt.convert(
             tmp_path / "source", tmp_path / "new", progress=stop, **options
         )
@@ -208,12 +203,7 @@ def test_interrupted_conversion_keeps_pieces_of_all_items(tmp_path, monkeypatch)
 
 def test_other_items_start_over(tmp_path):
     flaxckpt.save(tmp_path / "source", state())
-
-    def stop(done, total):
-        if done == total:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError):
+    with stopping(1) as stop:
         flaxckpt.convert(tmp_path / "source", tmp_path / "new", progress=stop)
     flaxckpt.convert(tmp_path / "source", tmp_path / "new", items=ITEMS)
     assert not (tmp_path / "new" / "state").exists()

@@ -10,7 +10,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from tests.convert.reads import trace_reads
+from tests.convert.reads import stopping, trace_reads
 from tests.helpers import strategies
 
 STATE = {f"two words {i}": np.full(2**14, i, np.float32) for i in range(8)}
@@ -21,12 +21,7 @@ PIECES = {f"{name} 0:{2**14}" for name in STATE}
 def journal(tmp_path):
     """The journal of a conversion that stopped halfway."""
     flaxckpt.save(tmp_path / "source", STATE)
-
-    def stop(done, total):
-        if done >= total / 2:
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError, match="stop"):
+    with stopping(1 / 2) as stop:
         convert(tmp_path, progress=stop)
     return tmp_path / "new.safetensors.flaxckpt-convert-tmp"
 

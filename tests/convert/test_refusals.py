@@ -14,7 +14,7 @@ from safetensors import numpy as safetensors
 import flaxckpt
 from flaxckpt import errors, transforms
 from tests import GOLDEN
-from tests.convert.reads import trace_sizes
+from tests.convert.reads import stopping, trace_sizes
 from tests.helpers import old_stores, seams, strategies
 
 
@@ -162,14 +162,7 @@ def test_rejects_merged_source_as_target(source, tmp_path):
 
 
 def stopped(source, target, **options):
-    class StopError(Exception):
-        pass
-
-    def stop(done, total):
-        if done > 0:
-            raise StopError
-
-    with pytest.raises(StopError):
+    with stopping(0) as stop:
         flaxckpt.convert(
             source, target, progress=stop, max_concurrent_bytes=100, **options
         )
