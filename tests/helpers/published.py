@@ -1,6 +1,7 @@
 """Tiny models as published on Hugging Face, without torch."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +63,47 @@ def write_llama(directory: Path, **options: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(LLAMA))
     for name in ("tokenizer.json", "generation_config.json"):
         (directory / name).write_text(json.dumps({"name": name}))
+    return directory
+
+
+def decoder_tensors(
+    layers: int,
+    *,
+    begin: str = "model.",
+    norms: Sequence[str] = ("input", "post_attention"),
+    more: Sequence[str] = (),
+) -> dict[str, np.ndarray]:
+    """Returns random tensors of a small decoder, without a head.
+
+    Args:
+        layers: The number of layers.
+        begin: What all names begin with.
+        norms: The norms of a layer.
+        more: The norms of its attention.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (11, 6), "norm": (6,)}
+    for i in range(layers):
+        layer = {
+            "self_attn.q_proj": (8, 6),
+            **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (4, 6)),
+            "self_attn.o_proj": (6, 8),
+            **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (5, 6)),
+            "mlp.down_proj": (6, 5),
+            **dict.fromkeys((f"self_attn.{norm}" for norm in more), (4,)),
+            **dict.fromkeys((f"{norm}_layernorm" for norm in norms), (6,)),
+        }
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    rng = np.random.default_rng(0)
+    return {
+        f"{begin}{name}.weight": rng.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def write(directory: Path, tensors: dict[str, np.ndarray], config: Any) -> Path:
+    """Writes tensors, whose names may be paths, and a config; returns the directory."""
+    directory.mkdir()
+    named = {name.replace("/", "."): value for name, value in tensors.items()}
+    safetensors.save_file(named, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -6,6 +6,8 @@ import pytest
 import flaxckpt
 from flaxckpt import errors, maps
 from flaxckpt.transforms import grow, inverse
+from tests.helpers import published
+from tests.maps.leaves import nest
 
 SIZES = {
     "hidden_size": 6,
@@ -15,40 +17,12 @@ SIZES = {
 }
 
 
-def gemma(layers, width=6, vocabulary=11):
+def gemma(layers):
     """Returns the tensors of Gemma 3; those of Gemma 2 are the same, less two norms."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "self_attn": {
-            "q_proj": (8, width),
-            "k_proj": (4, width),
-            "v_proj": (4, width),
-            "o_proj": (width, 8),
-            "q_norm": (4,),
-            "k_norm": (4,),
-        },
-        "mlp": {
-            "gate_proj": (5, width),
-            "up_proj": (5, width),
-            "down_proj": (width, 5),
-        },
-    }
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    weight = lambda shape: {"weight": rng.normal(size=shape).astype(np.float32)}  # noqa: E731
-    layer = lambda: {  # noqa: E731
-        **{f"{norm}_layernorm": weight((width,)) for norm in norms},
-        **{
-            part: {name: weight(shape) for name, shape in named.items()}
-            for part, named in shapes.items()
-        },
-    }
-    return {
-        "model": {
-            "embed_tokens": weight((vocabulary, width)),
-            "norm": weight((width,)),
-            "layers": {str(i): layer() for i in range(layers)},
-        }
-    }
+    more = ("q_norm", "k_norm")
+    tensors = published.decoder_tensors(layers, norms=norms, more=more)
+    return nest({name.replace(".", "/"): value for name, value in tensors.items()})
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from flax.core import FrozenDict
 import flaxckpt
 from flaxckpt import errors, maps
 from flaxckpt.transforms import drop, inverse, merge_lora, remap
+from tests.helpers import published as hf
 from tests.maps.leaves import flatten
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="needs safetensors")
@@ -32,32 +33,13 @@ UNTIED = {**CONFIG, "tie_word_embeddings": False}
 
 def published(layers=2):
     """Returns the tensors of a tied Llama, by leaf path."""
-    rng = np.random.default_rng(0)
-    shapes = {EMBEDDING: (11, 6), "model/norm/weight": (6,)}
-    for i in range(layers):
-        layer = f"model/layers/{i}"
-        for name, shape in (
-            ("self_attn/q_proj", (8, 6)),
-            ("self_attn/k_proj", (4, 6)),
-            ("self_attn/v_proj", (4, 6)),
-            ("self_attn/o_proj", (6, 8)),
-            ("mlp/gate_proj", (5, 6)),
-            ("mlp/up_proj", (5, 6)),
-            ("mlp/down_proj", (6, 5)),
-            ("input_layernorm", (6,)),
-            ("post_attention_layernorm", (6,)),
-        ):
-            shapes[f"{layer}/{name}/weight"] = shape
-    return {path: rng.normal(size=shape).astype("f4") for path, shape in shapes.items()}
+    tensors = hf.decoder_tensors(layers)
+    return {name.replace(".", "/"): value for name, value in tensors.items()}
 
 
 def write(directory, tensors, config=CONFIG):
     """Writes a model as published, and returns its directory."""
-    directory.mkdir()
-    named = {path.replace("/", "."): value for path, value in tensors.items()}
-    safetensors.save_file(named, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return hf.write(directory, tensors, config)
 
 
 def assert_equal(wanted, found):
