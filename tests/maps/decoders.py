@@ -63,8 +63,20 @@ def reference(model):
 # ---- the Flax classes of transformers 4 ---------------------------------------------
 
 
-def linen(id, family, name, options=None, **sizes):
+def family_of(id):
+    """Returns the name of the family, with which the name of a case begins."""
+    return id.partition("-")[0]
+
+
+def causal(family):
+    """Returns the class of transformers that a family has for texts."""
+    return family.title().replace("_", "") + "ForCausalLM"
+
+
+def linen(id, options=None, *, name=None, **sizes):
     """Returns the case of a class of transformers, in torch and in Flax."""
+    family = family_of(id)
+    name = name or causal(family)
 
     def program(config):
         return getattr(transformers, f"Flax{name}")(config)
@@ -87,17 +99,10 @@ def linen(id, family, name, options=None, **sizes):
 # ---- Tunix --------------------------------------------------------------------------
 
 
-def tunix(id, family, name, program, arguments, **sizes):
-    """Returns the case of a model of Tunix.
-
-    Args:
-        id: Name of the case.
-        family: Name of the family.
-        name: Class of transformers.
-        program: Module and class of Tunix, as `llama3.Llama3`.
-        arguments: Maps the configuration to the arguments of Tunix's.
-        sizes: Arguments of the configuration.
-    """
+def tunix(id, **sizes):
+    """Returns the case of a model of Tunix, of a configuration with these sizes."""
+    family = family_of(id)
+    program, arguments = TUNIX[family]
 
     def state(config):
         pytest.importorskip("tunix", reason="`make test-maps` has Tunix")
@@ -112,7 +117,8 @@ def tunix(id, family, name, program, arguments, **sizes):
         mask = jnp.broadcast_to(jnp.tri(length, dtype=bool), (len(IDS), length, length))
         return model(jnp.asarray(IDS), positions, None, mask)[0]
 
-    return Case(id, family, "tunix", published(name, **sizes), reference, state, run)
+    make = published(causal(family), **sizes)
+    return Case(id, family, "tunix", make, reference, state, run)
 
 
 def _common(config):
@@ -178,6 +184,18 @@ def _gemma3(config, module):
         "global_base_frequency": int(config.rope_theta),
         "param_dtype": jnp.float32,
     }
+
+
+TUNIX = {
+    "llama": ("llama3.Llama3", _llama3),
+    "qwen2": ("qwen2.Qwen2", _qwen),
+    "qwen3": ("qwen3.Qwen3", _qwen),
+    "qwen3_moe": ("qwen3.Qwen3", _qwen3_moe),
+    "gemma": ("gemma.Gemma", _gemma1),
+    "gemma2": ("gemma.Gemma", _gemma2),
+    "gemma3": ("gemma3.Gemma3", _gemma3),
+}
+"""Module and class of Tunix; and what maps the configuration to its arguments."""
 
 
 # ---- leaves, computed without the tables --------------------------------------------
@@ -349,13 +367,11 @@ def scanned_by_six(layers):
     return leaves
 
 
-def maxtext(id, family, name, make_layers, gather, is_exact=True, normalize=1, **sizes):
+def maxtext(id, make_layers, gather, is_exact=True, normalize=1, **sizes):
     """Returns the case of a layout of MaxText.
 
     Args:
         id: Name of the case.
-        family: Name of the family.
-        name: Class of transformers.
         make_layers: Maps the tensors of all layers, and the configuration, to MaxText's
             layers.
         gather: Names the layers, and stacks those that are scanned.
@@ -375,19 +391,18 @@ def maxtext(id, family, name, make_layers, gather, is_exact=True, normalize=1, *
             leaves["decoder/logits_dense/kernel"] = others["lm_head.weight"].T
         return leaves
 
+    family = family_of(id)
     target = "maxtext" if gather is unscanned else "maxtext-scanned"
-    make = published(name, **sizes)
+    make = published(causal(family), **sizes)
     return Case(
         id, family, target, make, reference, expected=expected, is_exact=is_exact
     )
 
 
-def both_maxtext(family, name, make_layers, scan=scanned, suffix="", **options):
+def both_maxtext(family, make_layers, scan=scanned, suffix="", **options):
     """Returns the cases of MaxText with and without scanned layers."""
     return [
-        maxtext(
-            f"{family}-{target}{suffix}", family, name, make_layers, gather, **options
-        )
+        maxtext(f"{family}-{target}{suffix}", make_layers, gather, **options)
         for target, gather in (("maxtext", unscanned), ("maxtext-scanned", scan))
     ]
 
@@ -406,8 +421,9 @@ def pairs(layers, config):
 # ---- Bonsai -------------------------------------------------------------------------
 
 
-def bonsai(id, family, name, expected, **sizes):
+def bonsai(id, expected, **sizes):
     """Returns the case of a layout of Bonsai, whose leaves are recorded."""
+    family = family_of(id)
 
     def state(config):
         tree = {}
@@ -419,7 +435,7 @@ def bonsai(id, family, name, expected, **sizes):
             node[last] = np.zeros(shape, np.float32)
         return tree
 
-    make = published(name, **sizes)
+    make = published(causal(family), **sizes)
     return Case(id, family, "bonsai", make, reference, state, expected=expected)
 
 
@@ -483,145 +499,49 @@ _GEMMA3 = {**_GEMMA2, "num_hidden_layers": 8}
 _SQRT = 24**0.5
 
 CASES = (
-    linen("llama-linen", "llama", "LlamaForCausalLM", **SIZES),
-    linen("llama-linen-tied", "llama", "LlamaForCausalLM", **SIZES, **_TIED),
-    linen("llama-linen-biases", "llama", "LlamaForCausalLM", **SIZES, **_BIASES),
-    linen("llama-linen-base", "llama", "LlamaModel", BASE, **SIZES),
-    tunix(
-        "llama-tunix",
-        "llama",
-        "LlamaForCausalLM",
-        "llama3.Llama3",
-        _llama3,
-        **SIZES,
-        **ROPE,
-    ),
-    tunix(
-        "llama-tunix-tied",
-        "llama",
-        "LlamaForCausalLM",
-        "llama3.Llama3",
-        _llama3,
-        **WIDE,
-        **ROPE,
-        **_TIED,
-    ),
-    *both_maxtext(
-        "llama", "LlamaForCausalLM", each(llama_layer), **SIZES, is_exact=False
-    ),
+    linen("llama-linen", **SIZES),
+    linen("llama-linen-tied", **SIZES, **_TIED),
+    linen("llama-linen-biases", **SIZES, **_BIASES),
+    linen("llama-linen-base", BASE, name="LlamaModel", **SIZES),
+    tunix("llama-tunix", **SIZES, **ROPE),
+    tunix("llama-tunix-tied", **WIDE, **ROPE, **_TIED),
+    *both_maxtext("llama", each(llama_layer), **SIZES, is_exact=False),
     *both_maxtext(
         "llama",
-        "LlamaForCausalLM",
         each(llama_layer, rotate=interleave),
         suffix="-scaled",
         is_exact=False,
         **WIDE,
         rope_scaling=SCALING,
     ),
-    linen("mistral-linen", "mistral", "MistralForCausalLM", **SIZES),
-    linen("mistral-linen-base", "mistral", "MistralModel", BASE, **SIZES),
+    linen("mistral-linen", **SIZES),
+    linen("mistral-linen-base", BASE, name="MistralModel", **SIZES),
+    *both_maxtext("mistral", each(llama_layer), is_exact=False, **WIDE),
     *both_maxtext(
-        "mistral", "MistralForCausalLM", each(llama_layer), is_exact=False, **WIDE
+        "mixtral", each(mixtral_layer), is_exact=False, **WIDE, num_local_experts=5
     ),
-    *both_maxtext(
-        "mixtral",
-        "MixtralForCausalLM",
-        each(mixtral_layer),
-        is_exact=False,
-        **WIDE,
-        num_local_experts=5,
-    ),
-    tunix(
-        "qwen2-tunix",
-        "qwen2",
-        "Qwen2ForCausalLM",
-        "qwen2.Qwen2",
-        _qwen,
-        **SIZES,
-        **ROPE,
-    ),
-    tunix(
-        "qwen2-tunix-tied",
-        "qwen2",
-        "Qwen2ForCausalLM",
-        "qwen2.Qwen2",
-        _qwen,
-        **SIZES,
-        **ROPE,
-        **_TIED,
-    ),
-    *both_maxtext("qwen2", "Qwen2ForCausalLM", each(llama_layer, scale=False), **SIZES),
-    tunix(
-        "qwen3-tunix", "qwen3", "Qwen3ForCausalLM", "qwen3.Qwen3", _qwen, **WIDE, **ROPE
-    ),
-    tunix(
-        "qwen3-tunix-tied",
-        "qwen3",
-        "Qwen3ForCausalLM",
-        "qwen3.Qwen3",
-        _qwen,
-        **WIDE,
-        **ROPE,
-        **_TIED,
-    ),
-    bonsai("qwen3-bonsai", "qwen3", "Qwen3ForCausalLM", bonsai_qwen3, **WIDE),
-    bonsai(
-        "qwen3-bonsai-tied", "qwen3", "Qwen3ForCausalLM", bonsai_qwen3, **WIDE, **_TIED
-    ),
-    *both_maxtext("qwen3", "Qwen3ForCausalLM", each(qwen3_layer), **WIDE),
-    *both_maxtext(
-        "qwen3", "Qwen3ForCausalLM", each(qwen3_layer), suffix="-tied", **WIDE, **_TIED
-    ),
-    tunix(
-        "qwen3_moe-tunix",
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        "qwen3.Qwen3",
-        _qwen3_moe,
-        **_MOE,
-        **ROPE,
-        norm_topk_prob=True,
-    ),
-    *both_maxtext("qwen3_moe", "Qwen3MoeForCausalLM", each(qwen3_moe_layer), **_MOE),
-    linen("gemma-linen", "gemma", "GemmaForCausalLM", **_GEMMA1),
-    linen("gemma-linen-biases", "gemma", "GemmaForCausalLM", **_GEMMA1, **_BIASES),
-    tunix(
-        "gemma-tunix", "gemma", "GemmaForCausalLM", "gemma.Gemma", _gemma1, **_GEMMA1
-    ),
-    tunix(
-        "gemma2-tunix", "gemma2", "Gemma2ForCausalLM", "gemma.Gemma", _gemma2, **_GEMMA2
-    ),
-    tunix(
-        "gemma2-tunix-same-heads",
-        "gemma2",
-        "Gemma2ForCausalLM",
-        "gemma.Gemma",
-        _gemma2,
-        **{**_GEMMA2, "num_key_value_heads": 6},
-    ),
-    *both_maxtext(
-        "gemma2", "Gemma2ForCausalLM", pairs, is_exact=False, normalize=_SQRT, **_GEMMA2
-    ),
-    tunix(
-        "gemma3-tunix",
-        "gemma3",
-        "Gemma3ForCausalLM",
-        "gemma3.Gemma3",
-        _gemma3,
-        **_GEMMA3,
-    ),
-    tunix(
-        "gemma3-tunix-same-heads",
-        "gemma3",
-        "Gemma3ForCausalLM",
-        "gemma3.Gemma3",
-        _gemma3,
-        **{**_GEMMA3, "num_key_value_heads": 6},
-    ),
-    bonsai("gemma3-bonsai", "gemma3", "Gemma3ForCausalLM", bonsai_gemma3, **_GEMMA3),
+    tunix("qwen2-tunix", **SIZES, **ROPE),
+    tunix("qwen2-tunix-tied", **SIZES, **ROPE, **_TIED),
+    *both_maxtext("qwen2", each(llama_layer, scale=False), **SIZES),
+    tunix("qwen3-tunix", **WIDE, **ROPE),
+    tunix("qwen3-tunix-tied", **WIDE, **ROPE, **_TIED),
+    bonsai("qwen3-bonsai", bonsai_qwen3, **WIDE),
+    bonsai("qwen3-bonsai-tied", bonsai_qwen3, **WIDE, **_TIED),
+    *both_maxtext("qwen3", each(qwen3_layer), **WIDE),
+    *both_maxtext("qwen3", each(qwen3_layer), suffix="-tied", **WIDE, **_TIED),
+    tunix("qwen3_moe-tunix", **_MOE, **ROPE, norm_topk_prob=True),
+    *both_maxtext("qwen3_moe", each(qwen3_moe_layer), **_MOE),
+    linen("gemma-linen", **_GEMMA1),
+    linen("gemma-linen-biases", **_GEMMA1, **_BIASES),
+    tunix("gemma-tunix", **_GEMMA1),
+    tunix("gemma2-tunix", **_GEMMA2),
+    tunix("gemma2-tunix-same-heads", **{**_GEMMA2, "num_key_value_heads": 6}),
+    *both_maxtext("gemma2", pairs, is_exact=False, normalize=_SQRT, **_GEMMA2),
+    tunix("gemma3-tunix", **_GEMMA3),
+    tunix("gemma3-tunix-same-heads", **{**_GEMMA3, "num_key_value_heads": 6}),
+    bonsai("gemma3-bonsai", bonsai_gemma3, **_GEMMA3),
     *both_maxtext(
         "gemma3",
-        "Gemma3ForCausalLM",
         each(gemma_layer, scale=False),
         scanned_by_six,
         is_exact=False,

@@ -50,12 +50,11 @@ def _outputs(output):
     return np.concatenate([np.ravel(x) for x in arrays])
 
 
-def _linen(id, family, config, name, inputs, *, flax="", options=None):
+def _linen(id, config, name, inputs, *, flax="", options=None):
     """Returns the case of a class of transformers.
 
     Args:
-        id: Name of the case.
-        family: Name of the family.
+        id: Name of the case, which begins with that of the family.
         config: The configuration.
         name: Class of torch.
         inputs: Arguments of both models.
@@ -77,7 +76,7 @@ def _linen(id, family, config, name, inputs, *, flax="", options=None):
         return _outputs(program(config)(**inputs, params=params))
 
     make = functools.partial(_make, name, config)
-    options = options or {}
+    options, family = options or {}, id.partition("-")[0]
     return Case(id, family, "linen", make, reference, state, run, options=options)
 
 
@@ -99,17 +98,14 @@ def _gpt2(**options):
 
 
 _GPT2 = (
-    _linen("gpt2-linen", "gpt2", _gpt2(), "GPT2LMHeadModel", _TEXT),
+    _linen("gpt2-linen", _gpt2(), "GPT2LMHeadModel", _TEXT),
     _linen(
         "gpt2-linen-untied",
-        "gpt2",
         _gpt2(tie_word_embeddings=False, n_inner=40),
         "GPT2LMHeadModel",
         _TEXT,
     ),
-    _linen(
-        "gpt2-linen-base", "gpt2", _gpt2(), "GPT2Model", _TEXT, options=BASE_TO_BASE
-    ),
+    _linen("gpt2-linen-base", _gpt2(), "GPT2Model", _TEXT, options=BASE_TO_BASE),
 )
 
 # ---- BERT, RoBERTa ------------------------------------------------------------------
@@ -127,12 +123,12 @@ _SIZES = {
 
 def _of_bert(kind, name, labels=5, **options):
     config = transformers.BertConfig(**_SIZES, num_labels=labels)
-    return _linen(f"bert-linen-{kind}", "bert", config, name, _PADDED, **options)
+    return _linen(f"bert-linen-{kind}", config, name, _PADDED, **options)
 
 
 def _of_roberta(kind, name, **options):
     config = transformers.RobertaConfig(**_SIZES, num_labels=5)
-    return _linen(f"roberta-linen-{kind}", "roberta", config, name, _PADDED, **options)
+    return _linen(f"roberta-linen-{kind}", config, name, _PADDED, **options)
 
 
 _BERT = (
@@ -164,7 +160,7 @@ def _of_t5(kind, name, inputs, **options):
         relative_attention_max_distance=6,
         **options,
     )
-    return _linen(f"t5-linen-{kind}", "t5", config, name, inputs)
+    return _linen(f"t5-linen-{kind}", config, name, inputs)
 
 
 _TEXT_TO_TEXT = {**_PADDED, "decoder_input_ids": DECODER_IDS}
@@ -210,34 +206,23 @@ def _clip_config():
 
 
 _VIT = (
-    _linen("vit-linen", "vit", _vit(), "ViTForImageClassification", _PIXELS),
-    _linen("vit-linen-base", "vit", _vit(), "ViTModel", _PIXELS, options=BASE_TO_BASE),
+    _linen("vit-linen", _vit(), "ViTForImageClassification", _PIXELS),
+    _linen("vit-linen-base", _vit(), "ViTModel", _PIXELS, options=BASE_TO_BASE),
     _linen(
-        "vit-linen-no-bias",
-        "vit",
-        _vit(qkv_bias=False),
-        "ViTForImageClassification",
-        _PIXELS,
+        "vit-linen-no-bias", _vit(qkv_bias=False), "ViTForImageClassification", _PIXELS
     ),
 )
 _CLIP = (
-    _linen("clip-linen", "clip", _clip_config(), "CLIPModel", {**_PADDED, **_PIXELS}),
-    _linen(
-        "clip-linen-text", "clip", _clip_config().text_config, "CLIPTextModel", _PADDED
-    ),
+    _linen("clip-linen", _clip_config(), "CLIPModel", {**_PADDED, **_PIXELS}),
+    _linen("clip-linen-text", _clip_config().text_config, "CLIPTextModel", _PADDED),
     _linen(
         "clip-linen-text-projection",
-        "clip",
         _clip_config().text_config,
         "CLIPTextModelWithProjection",
         _PADDED,
     ),
     _linen(
-        "clip-linen-vision",
-        "clip",
-        _clip_config().vision_config,
-        "CLIPVisionModel",
-        _PIXELS,
+        "clip-linen-vision", _clip_config().vision_config, "CLIPVisionModel", _PIXELS
     ),
 )
 
@@ -264,31 +249,18 @@ _SPEECH = {"input_features": SOUND, "decoder_input_ids": DECODER_IDS}
 _GENERATION = "WhisperForConditionalGeneration"
 
 _WHISPER = (
-    _linen(
-        "whisper-linen",
-        "whisper",
-        _whisper(decoder_attention_heads=5),
-        _GENERATION,
-        _SPEECH,
-    ),
+    _linen("whisper-linen", _whisper(decoder_attention_heads=5), _GENERATION, _SPEECH),
     _linen(
         "whisper-linen-untied",
-        "whisper",
         _whisper(tie_word_embeddings=False),
         _GENERATION,
         _SPEECH,
     ),
     _linen(
-        "whisper-linen-base",
-        "whisper",
-        _whisper(),
-        "WhisperModel",
-        _SPEECH,
-        options=BASE_TO_BASE,
+        "whisper-linen-base", _whisper(), "WhisperModel", _SPEECH, options=BASE_TO_BASE
     ),
     _linen(
         "whisper-linen-classifier",
-        "whisper",
         _whisper(),
         "WhisperForAudioClassification",
         {"input_features": SOUND},
