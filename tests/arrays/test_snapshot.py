@@ -266,40 +266,22 @@ def test_auto_checks_device_memory(monkeypatch, caplog, tmp_path, fits):
 @pytest.mark.parametrize(
     ("stats", "size", "largest", "fits"),
     [
-        ({}, 1, 0, False),
-        ({"bytes_limit": 1000}, 1, 0, False),
-        ({"bytes_limit": 1000, "bytes_in_use": 100}, 850, 0, True),
-        ({"bytes_limit": 1000, "bytes_in_use": 100}, 851, 0, False),
+        ((), 1, 0, False),
+        ((1000,), 1, 0, False),
+        ((1000, 100), 850, 0, True),
+        ((1000, 100), 851, 0, False),
         # A step needs more than is in use between steps.
-        (
-            {"bytes_limit": 1000, "bytes_in_use": 100, "peak_bytes_in_use": 800},
-            150,
-            0,
-            True,
-        ),
-        (
-            {"bytes_limit": 1000, "bytes_in_use": 100, "peak_bytes_in_use": 800},
-            151,
-            0,
-            False,
-        ),
+        ((1000, 100, 800), 150, 0, True),
+        ((1000, 100, 800), 151, 0, False),
         # The peak has the snapshot of the save before.
-        (
-            {"bytes_limit": 1000, "bytes_in_use": 100, "peak_bytes_in_use": 950},
-            150,
-            150,
-            True,
-        ),
-        (
-            {"bytes_limit": 1000, "bytes_in_use": 900, "peak_bytes_in_use": 950},
-            150,
-            150,
-            False,
-        ),
+        ((1000, 100, 950), 150, 150, True),
+        ((1000, 900, 950), 150, 150, False),
     ],
 )
 def test_counts_peak_memory_of_step(stats, size, largest, fits):
-    assert device_memory._has_room(stats, size, largest) == fits
+    names = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
+    told = dict(zip(names, stats, strict=False))
+    assert device_memory._has_room(told, size, largest) == fits
 
 
 def test_state_arrays_keep_no_values_on_host(monkeypatch):

@@ -118,18 +118,23 @@ def test_distributes_tiny_arrays_among_processes():
     assert 95 <= files.min() <= files.max() <= 105
 
 
+def spread(spec):
+    """An array on eight devices in odd order, and the holders of its parts."""
+    devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
+    mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
+    sharding = NamedSharding(mesh, spec)
+    array = jax.device_put(np.zeros((8, 8)), sharding)
+    ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
+    return array, zarr_writer_assignment.placement_on_mesh(sharding, ids)
+
+
 @pytest.mark.parametrize(
     "spec",
     [P("x"), P(None, "x"), P("y", "x"), P(("y", "x")), P(("z", "x"), "y"), P("x", "z")],
 )
 def test_numbers_shards_alike_on_devices_and_in_plans(spec):
-    devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
-    mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
-    sharding = NamedSharding(mesh, spec)
-    array = jax.device_put(np.zeros((8, 8)), sharding)
-    grid = [8 // size for size in sharding.shard_shape((8, 8))]
-    ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = zarr_writer_assignment.placement_on_mesh(sharding, ids)
+    array, holders = spread(spec)
+    grid = [8 // size for size in array.sharding.shard_shape((8, 8))]
     for shard in array.addressable_shards:
         number = arrays_to_host._number(shard, (8, 8), grid)
         assert holders[shard.replica_id, number] == shard.device.id
@@ -147,12 +152,7 @@ def test_first_process_writes_leaves_without_sharding():
     "spec", [P(), P("x"), P("y"), P(None, "x"), P("y", "x"), P(("y", "x")), P("z", "y")]
 )
 def test_numbers_replicas_as_jax_does(spec):
-    devices = np.array(jax.devices()[:8])[[3, 1, 0, 2, 7, 5, 6, 4]]
-    mesh = Mesh(devices.reshape(2, 2, 2), ("x", "y", "z"))
-    sharding = NamedSharding(mesh, spec)
-    array = jax.device_put(np.zeros((8, 8)), sharding)
-    ids = np.array([device.id for device in devices]).reshape(2, 2, 2)
-    holders = zarr_writer_assignment.placement_on_mesh(sharding, ids)
+    array, holders = spread(spec)
     found = {}
     for shard in array.addressable_shards:
         found.setdefault(str(shard.index), {})[shard.replica_id] = shard.device.id

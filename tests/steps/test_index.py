@@ -147,13 +147,6 @@ def test_journal_decides_between_two_usual_names(tmp_path):
     assert index_of(tmp_path).numbers == [4]
 
 
-def test_unusual_name_counts_if_journaled(tmp_path):
-    make(tmp_path, "model1")
-    assert index_of(tmp_path).numbers == []
-    commit(tmp_path, 1, f"{tmp_path}/model1")
-    assert index_of(tmp_path).numbers == [1]
-
-
 @pytest.mark.parametrize("kind", ["started", "restored"])
 def test_ignores_journal_events_other_than_commits(tmp_path, kind):
     make(tmp_path, "model1", "3")

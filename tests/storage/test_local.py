@@ -81,10 +81,15 @@ def test_failed_replace_keeps_old_content(tmp_path, monkeypatch):
     assert path.read_bytes() == b"new"
 
 
-def test_publish_rejects_taken_name(tmp_path):
+def write_both(root):
+    """The directories `new` and `old`, which hold their names."""
     for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+        (root / name).mkdir()
+        (root / name / "file").write_text(name)
+
+
+def test_publish_rejects_taken_name(tmp_path):
+    write_both(tmp_path)
     with pytest.raises(errors.CheckpointExistsError):
         storage_rename.publish(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "file").read_text() == "old"
@@ -94,9 +99,7 @@ def test_publish_rejects_taken_name(tmp_path):
 def test_exchange_swaps_two_directories(tmp_path, monkeypatch, has_exchange):
     if not has_exchange:
         monkeypatch.setattr(storage_rename.ctypes, "CDLL", lambda *a, **k: object())
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+    write_both(tmp_path)
     storage_rename.exchange(tmp_path / "new", tmp_path / "old", tmp_path / "aside")
     assert (tmp_path / "old" / "file").read_text() == "new"
     assert (tmp_path / "new" / "file").read_text() == "old"
@@ -118,9 +121,7 @@ def renames(monkeypatch, code):
     "code", [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM]
 )
 def test_exchange_falls_back_to_single_renames(tmp_path, monkeypatch, code):
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text(name)
+    write_both(tmp_path)
     renames(monkeypatch, code)
     storage_rename.exchange(tmp_path / "new", tmp_path / "old")
     assert (tmp_path / "old" / "file").read_text() == "new"
