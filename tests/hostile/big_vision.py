@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from tests.hostile import later
 from tests.hostile.t5x import GZIP, ZARRAY, write_array
 
 NAME = "checkpoint.bv-000000001"
@@ -22,8 +23,7 @@ def write(root: Path, *names: str, zarray: Any = ZARRAY, chunks: Any = None) -> 
     return step
 
 
-def case(*names: str, **changes: Any) -> Callable[[Path], Path]:
-    return lambda root: write(root, *names, **changes)
+case = later(write)
 
 
 def link_array(root: Path) -> Path:
@@ -39,14 +39,12 @@ def file_beside(root: Path) -> Path:
     return step
 
 
-def pointer(content: bytes) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        write(root)
-        path = root / "checkpoint.bv-LAST"
-        path.write_bytes(content)
-        return path
-
-    return make
+@later
+def pointer(root: Path, content: bytes) -> Path:
+    write(root)
+    path = root / "checkpoint.bv-LAST"
+    path.write_bytes(content)
+    return path
 
 
 CASES: Final[dict[str, Callable[[Path], Path]]] = {

@@ -16,6 +16,7 @@ import numpy as np
 import flaxckpt
 from flaxckpt import ArrayLayout
 from tests.helpers import old_stores
+from tests.hostile import SPECIAL, later
 
 LAYOUTS: Final = {
     "raw": ArrayLayout(),
@@ -53,16 +54,15 @@ def change(step: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     (step / "commit_success.txt").unlink(missing_ok=True)
 
 
-def manifest(layout: str = "raw", **changes: Any) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        step = write(root, layout)
-        change(step, lambda data: data.update(changes))
-        return step
-
-    return make
+@later
+def manifest(root: Path, layout: str = "raw", **changes: Any) -> Path:
+    step = write(root, layout)
+    change(step, lambda data: data.update(changes))
+    return step
 
 
-def leaf(layout: str = "raw", **changes: Any) -> Callable[[Path], Path]:
+@later
+def leaf(root: Path, layout: str = "raw", **changes: Any) -> Path:
     """The row of the array `w` says something else."""
 
     def edit(data: dict[str, Any]) -> None:
@@ -70,35 +70,27 @@ def leaf(layout: str = "raw", **changes: Any) -> Callable[[Path], Path]:
             if row["path"] == "w":
                 row.update(changes)
 
-    def make(root: Path) -> Path:
-        step = write(root, layout)
-        change(step, edit)
-        return step
-
-    return make
+    step = write(root, layout)
+    change(step, edit)
+    return step
 
 
-def text(content: bytes) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        step = write(root)
-        (step / "flaxckpt.json").write_bytes(content)
-        (step / "commit_success.txt").unlink(missing_ok=True)
-        return step
-
-    return make
+@later
+def text(root: Path, content: bytes) -> Path:
+    step = write(root)
+    (step / "flaxckpt.json").write_bytes(content)
+    (step / "commit_success.txt").unlink(missing_ok=True)
+    return step
 
 
-def linked(layout: str, edit: Callable[[Path, Path], None]) -> Callable[[Path], Path]:
+@later
+def linked(root: Path, layout: str, edit: Callable[[Path, Path], None]) -> Path:
     """A sound checkpoint and another one, of which something is linked."""
-
-    def make(root: Path) -> Path:
-        (root / "away").mkdir()
-        secret = write(root / "away", layout)
-        step = write(root, layout)
-        edit(step / "state", secret / "state")
-        return step
-
-    return make
+    (root / "away").mkdir()
+    secret = write(root / "away", layout)
+    step = write(root, layout)
+    edit(step / "state", secret / "state")
+    return step
 
 
 def link(*names: str) -> Callable[[Path, Path], None]:
@@ -127,51 +119,41 @@ def link_item(root: Path) -> Path:
     return step
 
 
-def array_metadata(layout: str, content: Any) -> Callable[[Path], Path]:
+@later
+def array_metadata(root: Path, layout: str, content: Any) -> Path:
     """The metadata of the array `w` is something else."""
-
-    def make(root: Path) -> Path:
-        step = write(root, layout)
-        [file] = [*step.glob("state/w/zarr.json"), *step.glob("state/w/.zarray")]
-        if not isinstance(content, bytes):
-            file.write_text(json.dumps(json.loads(file.read_text()) | content))
-        else:
-            file.write_bytes(content)
-        return step
-
-    return make
+    step = write(root, layout)
+    [file] = [*step.glob("state/w/zarr.json"), *step.glob("state/w/.zarray")]
+    if not isinstance(content, bytes):
+        file.write_text(json.dumps(json.loads(file.read_text()) | content))
+    else:
+        file.write_bytes(content)
+    return step
 
 
-def in_database(layout: str, content: Any) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        import tensorstore as ts
+@later
+def in_database(root: Path, layout: str, content: Any) -> Path:
+    import tensorstore as ts
 
-        step = write(root, layout)
-        base = {"driver": "file", "path": f"{step}/state/"}
-        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
-        key = "w/.zarray" if "2" in layout else "w/zarr.json"
-        found = json.loads(store.read(key).result().value)
-        is_text = isinstance(content, bytes)
-        store.write(key, content if is_text else json.dumps(found | content)).result()
-        return step
-
-    return make
+    step = write(root, layout)
+    base = {"driver": "file", "path": f"{step}/state/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    key = "w/.zarray" if "2" in layout else "w/zarr.json"
+    found = json.loads(store.read(key).result().value)
+    is_text = isinstance(content, bytes)
+    store.write(key, content if is_text else json.dumps(found | content)).result()
+    return step
 
 
-def renamed(name: str) -> Callable[[Path], Path]:
+@later
+def renamed(root: Path, name: str) -> Path:
     """The leaf `w` has another key, which leads to a good array."""
-
-    def make(root: Path) -> Path:
-        write(root, name="secret")
-        step = write(root)
-        key = name.replace("ROOT", str(root))
-        content = (step / "flaxckpt.json").read_text()
-        quoted = json.dumps(key)
-        content = content.replace('"w"', quoted)
-        (step / "flaxckpt.json").write_text(content)
-        return step
-
-    return make
+    write(root, name="secret")
+    step = write(root)
+    key = json.dumps(name.replace("ROOT", str(root)))
+    content = (step / "flaxckpt.json").read_text()
+    (step / "flaxckpt.json").write_text(content.replace('"w"', key))
+    return step
 
 
 def nested(depth: int, before: bytes) -> bytes:
@@ -185,18 +167,15 @@ def grid(*sizes: int) -> dict[str, Any]:
     return {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": sizes}}}
 
 
-def replaced(name: str, change: Callable[[Path, Path], None]) -> Callable[[Path], Path]:
+@later
+def replaced(root: Path, name: str, change: Callable[[Path, Path], None]) -> Path:
     """A file of a sound checkpoint, and another of that name, made into something."""
-
-    def make(root: Path) -> Path:
-        (root / "away").mkdir()
-        secret = rich(root / "away")
-        step = rich(root)
-        (step / name).unlink()
-        change(step / name, secret / name)
-        return step
-
-    return make
+    (root / "away").mkdir()
+    secret = rich(root / "away")
+    step = rich(root)
+    (step / name).unlink()
+    change(step / name, secret / name)
+    return step
 
 
 def rich(root: Path) -> Path:
@@ -207,65 +186,34 @@ def rich(root: Path) -> Path:
     return step
 
 
-def to_link(path: Path, secret: Path) -> None:
-    path.symlink_to(secret)
-
-
-def to_pipe(path: Path, secret: Path) -> None:
-    os.mkfifo(path)
-
-
-def to_directory(path: Path, secret: Path) -> None:
-    path.mkdir()
-
-
-def to_device(path: Path, secret: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def holes(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 2**36)
-
-
-def pipe(
-    layout: str, name: str, make_file: Callable[[Path], object] = os.mkfifo
-) -> Callable[[Path], Path]:
+@later
+def pipe(root: Path, layout: str, name: str, kind: str = "pipe") -> Path:
     """A pipe in the place of a file, or something else that must not be read."""
-
-    def make(root: Path) -> Path:
-        step = write(root, layout)
-        [path, *_] = sorted((step / "state").glob(name))
-        path.unlink()
-        make_file(path)
-        return step
-
-    return make
+    step = write(root, layout)
+    [path, *_] = sorted((step / "state").glob(name))
+    path.unlink()
+    SPECIAL[kind](path)
+    return step
 
 
-def long_file(name: str) -> Callable[[Path], Path]:
+@later
+def long_file(root: Path, name: str) -> Path:
     """A file that takes no space and is said to have many bytes."""
-
-    def make(root: Path) -> Path:
-        step = rich(root)
-        os.truncate(step / name, 2**36)
-        return step
-
-    return make
+    step = rich(root)
+    os.truncate(step / name, 2**36)
+    return step
 
 
 def structured(structure: Any, **more: Any) -> Callable[[Path], Path]:
     return manifest(structure=structure, **more)
 
 
-def cut_short(name: str, keep: int) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        step = write(root, "database")
-        [path, *_] = sorted((step / "state").glob(name))
-        os.truncate(path, keep)
-        return step
-
-    return make
+@later
+def cut_short(root: Path, name: str, keep: int) -> Path:
+    step = write(root, "database")
+    [path, *_] = sorted((step / "state").glob(name))
+    os.truncate(path, keep)
+    return step
 
 
 def database_of_another(root: Path) -> Path:
@@ -393,10 +341,11 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
         f"{name} that is {title}": replaced(name, change)
         for name in ("flaxckpt.json", "state/_strings.json", "_CHECKPOINT_METADATA")
         for title, change in {
-            "a link": to_link,
-            "a pipe": to_pipe,
-            "a device": to_device,
-            "a directory": to_directory,
+            "a link": lambda path, secret: path.symlink_to(secret),
+            **{
+                f"a {kind}": lambda path, secret, kind=kind: SPECIAL[kind](path)
+                for kind in ("pipe", "device", "directory")
+            },
         }.items()
     },
     "a pipe for a chunk": pipe("raw", "w/c*"),
@@ -404,8 +353,8 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "a pipe for metadata": pipe("zstd", "w/zarr.json"),
     "a pipe for a database": pipe("database", "manifest.ocdbt"),
     "a pipe for a value": pipe("database", "d/*"),
-    "a value of 2^36 bytes": pipe("database", "d/*", holes),
-    "a chunk of 2^36 bytes": pipe("zstd", "w/c*", holes),
+    "a value of 2^36 bytes": pipe("database", "d/*", "long file"),
+    "a chunk of 2^36 bytes": pipe("zstd", "w/c*", "long file"),
     "a database that is cut short": cut_short("manifest.ocdbt", 20),
     "a database that is empty": cut_short("manifest.ocdbt", 0),
     "values that are cut short": cut_short("d/*", 100),

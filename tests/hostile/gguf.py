@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from tests.hostile import later
+
 F32, Q8_0, Q4_K = 0, 8, 12
 UINT8, UINT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 0, 4, 6, 7, 8, 9, 10
 FORMS: Final = {UINT8: "B", UINT32: "I", FLOAT32: "f", BOOL: "B", UINT64: "Q"}
@@ -75,34 +77,26 @@ def valued(*values: bytes, **options: Any) -> Callable[[Path], Path]:
     return one(values=values, **options)
 
 
-def cut(keep: Callable[[bytes], int]) -> Callable[[Path], Path]:
-    def write(root: Path) -> Path:
-        whole = content(tensor(), values=(number(b"k", UINT32, 1),), data=bytes(8))
-        return file(root, whole[: keep(whole)])
-
-    return write
+@later
+def cut(root: Path, keep: Callable[[bytes], int]) -> Path:
+    whole = content(tensor(), values=(number(b"k", UINT32, 1),), data=bytes(8))
+    return file(root, whole[: keep(whole)])
 
 
-def changed(at: int, form: str, number: int) -> Callable[[Path], Path]:
+@later
+def changed(root: Path, at: int, form: str, number: int) -> Path:
     """A good file, but for a number in it."""
-
-    def write(root: Path) -> Path:
-        whole = bytearray(content(tensor(), values=(value(b"k", STRING, text(b"t")),)))
-        struct.pack_into(form, whole, at, number)
-        return file(root, bytes(whole))
-
-    return write
+    whole = bytearray(content(tensor(), values=(value(b"k", STRING, text(b"t")),)))
+    struct.pack_into(form, whole, at, number)
+    return file(root, bytes(whole))
 
 
-def sparse(size: int, *args: bytes, **options: Any) -> Callable[[Path], Path]:
+@later
+def sparse(root: Path, size: int, *args: bytes, **options: Any) -> Path:
     """A file whose end is not stored."""
-
-    def write(root: Path) -> Path:
-        path = one(*args, **options)(root)
-        os.truncate(path, size)
-        return path
-
-    return write
+    path = one(*args, **options)(root)
+    os.truncate(path, size)
+    return path
 
 
 def nested(depth: int) -> bytes:

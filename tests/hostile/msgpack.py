@@ -14,6 +14,8 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from tests.hostile import later
+
 NESTED = 100_000
 TEXT = 40 * 2**20
 
@@ -162,12 +164,10 @@ FILES: Final[dict[str, bytes]] = {
 }  # fmt: skip
 
 
-def file(content: bytes) -> Callable[[Path], Path]:
-    def write(root: Path) -> Path:
-        (root / "checkpoint_1").write_bytes(content)
-        return root / "checkpoint_1"
-
-    return write
+@later
+def file(root: Path, content: bytes) -> Path:
+    (root / "checkpoint_1").write_bytes(content)
+    return root / "checkpoint_1"
 
 
 def beside(root: Path) -> Path:

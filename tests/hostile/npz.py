@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.hostile import later
+
 ZEROS: Final = np.zeros(2, np.float32)
 
 
@@ -228,12 +230,10 @@ FILES: Final[dict[str, Callable[[], bytes]]] = {
 }
 
 
-def made(make: Callable[[], bytes]) -> Callable[[Path], Path]:
-    def write(root: Path) -> Path:
-        (root / "a.npz").write_bytes(make())
-        return root / "a.npz"
-
-    return write
+@later
+def made(root: Path, make: Callable[[], bytes]) -> Path:
+    (root / "a.npz").write_bytes(make())
+    return root / "a.npz"
 
 
 CASES: Final[dict[str, Callable[[Path], Path]]] = {

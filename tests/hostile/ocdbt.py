@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import crc32c
 import numpy as np
 
-from tests.hostile import orbax
+from tests.hostile import later, orbax
 
 MANIFEST: Final = 0x0CDB3A2A
 NODE: Final = 0x0CDB20DE
@@ -92,14 +92,12 @@ def inner(entries: dict[str, Place], table: bytes, height: int) -> bytes:
     return b"".join((*parts, numbers([1] * len(names)) * 3))
 
 
-def manifest(
-    root: Place, height: int, *, table: bytes | None = None, kind: int = 0
-) -> bytes:
+def manifest(root: Place, height: int, *, table: bytes = TABLE, kind: int = 0) -> bytes:
     config = bytes(16) + number(kind) + number(100) + number(2**23) + b"\4\0"
     return b"".join(
         (
             config,
-            files(("", "d/node")) if table is None else table,
+            table,
             b"\1\1" + bytes([height]) + numbers(root) + b"\1\1\1",
             struct.pack("<Q", 1) + b"\0",
         )
@@ -123,53 +121,41 @@ def write(root: Path, nodes: bytes, top: bytes, **more: bytes) -> Path:
     return step
 
 
-def node(content: bytes, *, height: int = 0, kind: int = 0) -> Callable[[Path], Path]:
+@later
+def node(root: Path, content: bytes, *, height: int = 0, kind: int = 0) -> Path:
     """A tree of one node."""
-
-    def make(root: Path) -> Path:
-        nodes = block(NODE, content, kind=kind)
-        top = block(MANIFEST, manifest(Place(0, 0, len(nodes)), height))
-        return write(root, nodes, top)
-
-    return make
+    nodes = block(NODE, content, kind=kind)
+    top = block(MANIFEST, manifest(Place(0, 0, len(nodes)), height))
+    return write(root, nodes, top)
 
 
-def elsewhere(base: str, name: str) -> Callable[[Path], Path]:
+@later
+def elsewhere(root: Path, base: str, name: str) -> Path:
     """The values of a good array, in a file outside."""
-
-    def make(root: Path) -> Path:
-        (root / "secret").write_bytes(VALUES.tobytes())
-        texts = [text.replace("ROOT", str(root)) for text in (base, name)]
-        entries = SOUND | {"w/0": Place(0, 0, VALUES.nbytes)}
-        return node(leaf(entries, files((texts[0], texts[1]))))(root)
-
-    return make
+    (root / "secret").write_bytes(VALUES.tobytes())
+    texts = [text.replace("ROOT", str(root)) for text in (base, name)]
+    entries = SOUND | {"w/0": Place(0, 0, VALUES.nbytes)}
+    return node(leaf(entries, files((texts[0], texts[1]))))(root)
 
 
-def node_elsewhere(base: str, name: str) -> Callable[[Path], Path]:
+@later
+def node_elsewhere(root: Path, base: str, name: str) -> Path:
     """The root of the tree, in a file outside."""
-
-    def make(root: Path) -> Path:
-        nodes = block(NODE, leaf(SOUND, files(("", "d/x"))))
-        (root / "secret").write_bytes(nodes)
-        table = files((base, name))
-        top = block(MANIFEST, manifest(Place(0, 0, len(nodes)), 0, table=table))
-        return write(root, nodes, top)
-
-    return make
+    nodes = block(NODE, leaf(SOUND, files(("", "d/x"))))
+    (root / "secret").write_bytes(nodes)
+    table = files((base, name))
+    top = block(MANIFEST, manifest(Place(0, 0, len(nodes)), 0, table=table))
+    return write(root, nodes, top)
 
 
-def linked(name: str, change: Callable[[Path, Path], object]) -> Callable[[Path], Path]:
+@later
+def linked(root: Path, name: str, change: Callable[[Path, Path], object]) -> Path:
     """The values are in a file of the checkpoint, on the way to which is a link."""
-
-    def make(root: Path) -> Path:
-        step = elsewhere("", name)(root)
-        (root / "away").mkdir()
-        (root / "away/secret").write_bytes(VALUES.tobytes())
-        change(step, root / "away")
-        return step
-
-    return make
+    step = elsewhere("", name)(root)
+    (root / "away").mkdir()
+    (root / "away/secret").write_bytes(VALUES.tobytes())
+    change(step, root / "away")
+    return step
 
 
 def deep(step: Path, away: Path) -> None:
@@ -193,44 +179,33 @@ def deep_pipe(step: Path, away: Path) -> None:
     os.mkfifo(step / "x/y/z/secret")
 
 
-def tower(height: int) -> Callable[[Path], Path]:
+@later
+def tower(root: Path, height: int) -> Path:
     """A tree as high as that, each node of which has one below it."""
-
-    def make(root: Path) -> Path:
-        table = files(("", "d/node"))
-        nodes = block(NODE, leaf(SOUND, table))
-        last = Place(0, 0, len(nodes))
-        for level in range(1, height + 1):
-            above = block(NODE, inner({"": last}, table, level))
-            last = Place(0, len(nodes), len(above))
-            nodes += above
-        return write(root, nodes, block(MANIFEST, manifest(last, height)))
-
-    return make
+    nodes = block(NODE, leaf(SOUND, TABLE))
+    last = Place(0, 0, len(nodes))
+    for level in range(1, height + 1):
+        above = block(NODE, inner({"": last}, TABLE, level))
+        last = Place(0, len(nodes), len(above))
+        nodes += above
+    return write(root, nodes, block(MANIFEST, manifest(last, height)))
 
 
-def wide(count: int) -> Callable[[Path], Path]:
+@later
+def wide(root: Path, count: int) -> Path:
     """A root with so many others below it, which are all the same one."""
-
-    def make(root: Path) -> Path:
-        table = files(("", "d/node"))
-        nodes = block(NODE, leaf(SOUND, table))
-        below = dict.fromkeys(
-            [f"{i:07}" for i in range(count)], Place(0, 0, len(nodes))
-        )
-        above = block(NODE, inner(below, table, 1))
-        top = manifest(Place(0, len(nodes), len(above)), 1)
-        return write(root, nodes + above, block(MANIFEST, top))
-
-    return make
+    nodes = block(NODE, leaf(SOUND, TABLE))
+    below = dict.fromkeys([f"{i:07}" for i in range(count)], Place(0, 0, len(nodes)))
+    above = block(NODE, inner(below, TABLE, 1))
+    top = manifest(Place(0, len(nodes), len(above)), 1)
+    return write(root, nodes + above, block(MANIFEST, top))
 
 
 def round_and_round(root: Path) -> Path:
     """A node that is said to be below itself."""
-    table = files(("", "d/node"))
     size = 0
     for _ in range(4):  # until its own size is in it
-        nodes = block(NODE, inner({"": Place(0, 0, size)}, table, 1))
+        nodes = block(NODE, inner({"": Place(0, 0, size)}, TABLE, 1))
         size = len(nodes)
     return write(root, nodes, block(MANIFEST, manifest(Place(0, 0, size), 1)))
 
@@ -241,9 +216,11 @@ def zeros(before: bytes, size: int) -> bytes:
     return orbax.zstd_bomb(size)[:6] + head + orbax.zstd_bomb(size)[6:]
 
 
-def top(content: bytes, *, kind: int = 0) -> Callable[[Path], Path]:
-    nodes = block(NODE, leaf(SOUND, files(("", "d/node"))))
-    return lambda root: write(root, nodes, block(MANIFEST, content, kind=kind))
+@later
+def top(root: Path, content: bytes, *, kind: int = 0) -> Path:
+    return write(
+        root, block(NODE, leaf(SOUND, TABLE)), block(MANIFEST, content, kind=kind)
+    )
 
 
 def many_bombs(root: Path) -> Path:
@@ -255,16 +232,13 @@ def many_bombs(root: Path) -> Path:
     return write(root, one * 100 + above, block(MANIFEST, manifest(at, 1)))
 
 
-def damaged(change: Callable[[bytes], bytes], name: str) -> Callable[[Path], Path]:
+@later
+def damaged(root: Path, change: Callable[[bytes], bytes], name: str) -> Path:
     """A sound tree, one file of which has changed."""
-
-    def make(root: Path) -> Path:
-        step = node(leaf(SOUND, files(("", "d/x"))))(root)
-        path = step / name
-        path.write_bytes(change(path.read_bytes()))
-        return step
-
-    return make
+    step = node(leaf(SOUND, files(("", "d/x"))))(root)
+    path = step / name
+    path.write_bytes(change(path.read_bytes()))
+    return step
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:

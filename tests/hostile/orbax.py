@@ -5,7 +5,6 @@ Each case writes one under a directory and returns the path to load.
 
 import gzip
 import json
-import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+
+from tests.hostile import SPECIAL, later
 
 VALUES: Final = np.arange(8, dtype="<f4")
 ZARRAY: Final = {
@@ -57,7 +58,7 @@ def chunks(values: Any = VALUES, size: int = 4) -> dict[str, bytes]:
     }
 
 
-def array(directory: Path, metadata: Any, contents: Any = None) -> None:
+def write_array(directory: Path, metadata: Any = ZARRAY, contents: Any = None) -> None:
     """Writes an array; `metadata` is that of zarr 2 or 3, or text."""
     directory.mkdir(parents=True)
     text = metadata if isinstance(metadata, bytes) else json.dumps(metadata).encode()
@@ -78,14 +79,13 @@ def write(
 ) -> Path:
     """A checkpoint with the array `w`, sound but for what is given."""
     step = root / "step"
-    array(step / "w", metadata, contents)
+    write_array(step / "w", metadata, contents)
     data = TREE | {"tree_metadata": row("w") if tree is None else tree} | flags
     (step / "_METADATA").write_bytes(text or json.dumps(data).encode())
     return step
 
 
-def case(*args: Any, **options: Any) -> Callable[[Path], Path]:
-    return lambda root: write(root, *args, **options)
+case = later(write)
 
 
 def zarray(contents: Any = None, **changes: Any) -> Callable[[Path], Path]:
@@ -100,18 +100,13 @@ def grid(*sizes: int) -> dict[str, Any]:
     return {"name": "regular", "configuration": {"chunk_shape": sizes}}
 
 
-def linked(
-    change: Callable[[Path, Path], None], **options: Any
-) -> Callable[[Path], Path]:
+@later
+def linked(root: Path, change: Callable[[Path, Path], None], **options: Any) -> Path:
     """A sound checkpoint, and a good array outside it, that are then linked."""
-
-    def make(root: Path) -> Path:
-        array(root / "secret", options.get("metadata", ZARRAY))
-        step = write(root, **options)
-        change(step, root / "secret")
-        return step
-
-    return make
+    write_array(root / "secret", options.get("metadata", ZARRAY))
+    step = write(root, **options)
+    change(step, root / "secret")
+    return step
 
 
 def link_chunk(step: Path, secret: Path) -> None:
@@ -152,29 +147,12 @@ def link_item(root: Path) -> Path:
     return root / "checkpoint"
 
 
-def named(*names: str) -> Callable[[Path], Path]:
+@later
+def named(root: Path, *names: str) -> Path:
     """A leaf whose name leads to a good array."""
-
-    def make(root: Path) -> Path:
-        array(root / "secret", ZARRAY)
-        texts = [name.replace("ROOT", str(root)) for name in names]
-        return write(root, tree=row(*texts))
-
-    return make
-
-
-def keys(**changes: Any) -> Callable[[Path], Path]:
-    """PRNG keys that are none."""
-
-    def make(root: Path) -> Path:
-        step = write(root, ZARRAY | {"dtype": "<u4"} | changes, tree=key_row())
-        metadata = {"param_name": "w", "ext_metadata": {"random_key_impl": "evil"}}
-        (step / "array_metadatas").mkdir()
-        data = {"array_metadatas": [{"array_metadata": metadata}]}
-        (step / "array_metadatas/process_0").write_text(json.dumps(data))
-        return step
-
-    return make
+    write_array(root / "secret")
+    texts = [name.replace("ROOT", str(root)) for name in names]
+    return write(root, tree=row(*texts))
 
 
 def key_row() -> dict[str, Any]:
@@ -242,43 +220,32 @@ def cut_again(*parts: int, **changes: Any) -> dict[str, Any]:
     return {"codecs": [{"name": "sharding_indexed", "configuration": inner | changes}]}
 
 
-def special(kind: str, name: str, **options: Any) -> Callable[[Path], Path]:
+@later
+def special(root: Path, kind: str, name: str, **options: Any) -> Path:
     """A file that is something else: it is neither waited for nor read without end."""
-
-    def make(root: Path) -> Path:
-        step = write(root, **options)
-        path = step / name
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        match kind:
-            case "pipe":
-                os.mkfifo(path)
-            case "device":
-                path.symlink_to("/dev/zero")
-            case "directory":
-                path.mkdir()
-            case "link":
-                (root / "away").write_text("{}")
-                path.symlink_to(root / "away")
-            case "long file":
-                path.touch()
-                os.truncate(path, 2**36)
-        return step
-
-    return make
+    step = write(root, **options)
+    path = step / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        (root / "away").write_text("{}")
+        path.symlink_to(root / "away")
+    else:
+        SPECIAL[kind](path)
+    return step
 
 
-def metadatas(content: Any) -> Callable[[Path], Path]:
+@later
+def metadatas(root: Path, content: Any) -> Path:
     """What is told of arrays beside them; the tree has PRNG keys."""
+    step = write(root, ZARRAY | {"dtype": "<u4"}, tree=key_row())
+    (step / "array_metadatas").mkdir()
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (step / "array_metadatas/process_0").write_bytes(text)
+    return step
 
-    def make(root: Path) -> Path:
-        step = write(root, ZARRAY | {"dtype": "<u4"}, tree=key_row())
-        (step / "array_metadatas").mkdir()
-        text = content if isinstance(content, bytes) else json.dumps(content).encode()
-        (step / "array_metadatas/process_0").write_bytes(text)
-        return step
 
-    return make
+KEY: Final = {"param_name": "w", "ext_metadata": {"random_key_impl": "evil"}}
 
 
 def tree_of(*rows: dict[str, Any]) -> Callable[[Path], Path]:
@@ -355,7 +322,7 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
     "a tree that is a list": case(tree=[]),
     "keys nested 1000 deep": case(tree=row(*"a" * 1000)),
     "a value type of no such kind": case(tree=row("w", value_type="os.system")),
-    "keys of no such kind": keys(),
+    "keys of no such kind": metadatas({"array_metadatas": [{"array_metadata": KEY}]}),
     "an array that is missing": case(tree=row("v")),
     "a chunk that is no gzip": zarray({"0": b"zip", "1": b"zip"}),
     "a chunk too long": zarray(chunks(np.zeros(2**20, "<f4"), 2**19)),

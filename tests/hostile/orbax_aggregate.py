@@ -9,40 +9,34 @@ from typing import Any, Final
 
 import msgpack
 
+from tests.hostile import later
 from tests.hostile.msgpack import deep
 from tests.hostile.t5x import ZARRAY, write_array
 
 
-def names(name: Any, prefix: str = "PLACEHOLDER://") -> Callable[[Path], Path]:
+@later
+def names(root: Path, name: Any, prefix: str = "PLACEHOLDER://") -> Path:
     """The tree names an array, and a good one is beside the checkpoint and in it."""
-
-    def make(root: Path) -> Path:
-        text = name(root) if callable(name) else name
-        write_array(root / "secret")
-        (root / "item").mkdir()
-        write_array(root / "item/w")
-        content = msgpack.packb({"params": {"w": prefix + text}})
-        (root / "item/checkpoint").write_bytes(content)
-        return root / "item"
-
-    return make
+    text = name(root) if callable(name) else name
+    write_array(root / "secret")
+    (root / "item").mkdir()
+    write_array(root / "item/w")
+    content = msgpack.packb({"params": {"w": prefix + text}})
+    (root / "item/checkpoint").write_bytes(content)
+    return root / "item"
 
 
-def zarray(contents: Any = None, **changes: Any) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        write_array(root / "w", ZARRAY | changes, contents)
-        (root / "checkpoint").write_bytes(msgpack.packb({"w": "PLACEHOLDER://w"}))
-        return root
-
-    return make
+@later
+def zarray(root: Path, contents: Any = None, **changes: Any) -> Path:
+    write_array(root / "w", ZARRAY | changes, contents)
+    (root / "checkpoint").write_bytes(msgpack.packb({"w": "PLACEHOLDER://w"}))
+    return root
 
 
-def file(content: bytes) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        (root / "checkpoint").write_bytes(content)
-        return root
-
-    return make
+@later
+def file(root: Path, content: bytes) -> Path:
+    (root / "checkpoint").write_bytes(content)
+    return root
 
 
 def link(root: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import flaxckpt
+from tests.hostile import SPECIAL, later
 
 NESTED: Final = b"[" * 200_000 + b"]" * 200_000
 
@@ -57,16 +58,14 @@ def read(path: Path) -> None:
         ckpt.metadata(2)
 
 
-def replaced(name: str, change: Callable[[Path], object]) -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        run = write(root)
-        path = run / name
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        change(path)
-        return run
-
-    return make
+@later
+def replaced(root: Path, name: str, change: Callable[[Path], object]) -> Path:
+    run = write(root)
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    change(path)
+    return run
 
 
 def text(content: bytes) -> Callable[[Path], object]:
@@ -133,15 +132,12 @@ CASES: Final[dict[str, Callable[[Path], Path]]] = {
 }
 
 
-def harmless(name: str, change: Callable[[Path], object]) -> Callable[[Path], Path]:
+@later
+def harmless(root: Path, name: str, change: Callable[[Path], object]) -> Path:
     """What a state does not depend on may be anything; then the step is hostile."""
-
-    def make(root: Path) -> Path:
-        run = replaced(name, change)(root)
-        os.truncate(run / DATASET, 3)
-        return run
-
-    return make
+    run = replaced(name, change)(root)
+    os.truncate(run / DATASET, 3)
+    return run
 
 
 CASES.update(
@@ -152,11 +148,11 @@ CASES.update(
                 "200k lists": text(b'{"a":' + NESTED + b"}"),
                 "a number of 400 digits": text(b'{"loss":1' + b"0" * 400 + b"}"),
                 "infinite": text(b'{"loss":1e999}'),
-                "a pipe": os.mkfifo,
-                "a directory": Path.mkdir,
+                "a pipe": SPECIAL["pipe"],
+                "a directory": SPECIAL["directory"],
                 "a link": link,
-                "a device": lambda path: path.symlink_to("/dev/zero"),
-                "2^36 bytes": lambda path: (path.touch(), os.truncate(path, 2**36)),
+                "a device": SPECIAL["device"],
+                "2^36 bytes": SPECIAL["long file"],
             }.items()
         },
         "a journal of 200k lists": harmless("events.jsonl", text(NESTED * 20)),

@@ -4,10 +4,11 @@ Each case writes one under a directory and returns the path to load.
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+from tests.hostile import SPECIAL, later
 
 ZEROS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -20,33 +21,29 @@ def file(path: Path, header: Any, data: bytes = b"\0" * 8, length: int = -1) -> 
     return path
 
 
-def one(header: Any, data: bytes = b"\0" * 8, length: int = -1):
-    return lambda root: file(root / "model.safetensors", header, data, length)
+@later
+def one(root: Path, header: Any, data: bytes = b"\0" * 8, length: int = -1) -> Path:
+    return file(root / "model.safetensors", header, data, length)
 
 
 def tensor(**changes: Any):
     return one({"a": ZEROS | changes})
 
 
-def index(weight_map: Any, **more: Any):
+@later
+def index(root: Path, weight_map: Any, **more: Any) -> Path:
     """A good file `model-1.safetensors` with `a` in it, and this index beside it."""
-
-    def write(root: Path) -> Path:
-        file(root / "model-1.safetensors", {"a": ZEROS})
-        data = {"weight_map": weight_map, **more}
-        (root / "model.safetensors.index.json").write_text(json.dumps(data))
-        return root
-
-    return write
+    file(root / "model-1.safetensors", {"a": ZEROS})
+    data = {"weight_map": weight_map, **more}
+    (root / "model.safetensors.index.json").write_text(json.dumps(data))
+    return root
 
 
-def index_text(text: bytes):
-    def write(root: Path) -> Path:
-        file(root / "model-1.safetensors", {"a": ZEROS})
-        (root / "model.safetensors.index.json").write_bytes(text)
-        return root / "model.safetensors.index.json"
-
-    return write
+@later
+def index_text(root: Path, text: bytes) -> Path:
+    file(root / "model-1.safetensors", {"a": ZEROS})
+    (root / "model.safetensors.index.json").write_bytes(text)
+    return root / "model.safetensors.index.json"
 
 
 def outside(root: Path) -> Path:
@@ -75,48 +72,33 @@ def endless_link(root: Path) -> Path:
     return root
 
 
-def cached(target: str, main: str = "abc"):
+@later
+def cached(root: Path, target: str, main: str = "abc") -> Path:
     """A model in the cache of the Hub whose file is a link to `target`."""
-
-    def write(root: Path) -> Path:
-        model = root / "models--org--name"
-        for name in ("blobs", "snapshots/abc", "refs"):
-            (model / name).mkdir(parents=True)
-        (model / "refs" / "main").write_text(main)
-        for path in (root / "secret", model / "refs" / "secret", model / "blobs" / "0"):
-            file(path, {"a": ZEROS})
-        (model / "blobs" / "link").symlink_to(root / "secret")
-        (model / "snapshots" / "abc" / "model.safetensors").symlink_to(target)
-        return model
-
-    return write
+    model = root / "models--org--name"
+    for name in ("blobs", "snapshots/abc", "refs"):
+        (model / name).mkdir(parents=True)
+    (model / "refs" / "main").write_text(main)
+    for path in (root / "secret", model / "refs" / "secret", model / "blobs" / "0"):
+        file(path, {"a": ZEROS})
+    (model / "blobs" / "link").symlink_to(root / "secret")
+    (model / "snapshots" / "abc" / "model.safetensors").symlink_to(target)
+    return model
 
 
-def truncated(keep: Callable[[bytes], int]):
-    def write(root: Path) -> Path:
-        path = one({"a": ZEROS})(root)
-        content = path.read_bytes()
-        path.write_bytes(content[: keep(content)])
-        return path
-
-    return write
+@later
+def truncated(root: Path, keep: Callable[[bytes], int]) -> Path:
+    path = one({"a": ZEROS})(root)
+    content = path.read_bytes()
+    path.write_bytes(content[: keep(content)])
+    return path
 
 
-def special(name: str, kind: str):
+@later
+def special(root: Path, name: str, kind: str) -> Path:
     """A directory with something that is called like a file, and is none."""
-
-    def write(root: Path) -> Path:
-        path = root / name
-        match kind:
-            case "pipe":
-                os.mkfifo(path)
-            case "device":
-                path.symlink_to("/dev/zero")
-            case "directory":
-                path.mkdir()
-        return root
-
-    return write
+    SPECIAL[kind](root / name)
+    return root
 
 
 OURS = {

@@ -13,22 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-import numpy as np
 
+from tests.hostile import later
 from tests.hostile.msgpack import GOOD, deep
-
-VALUES: Final = np.arange(8, dtype="<f4")
-ZARRAY: Final = {
-    "chunks": [4],
-    "compressor": {"id": "gzip", "level": 1},
-    "dimension_separator": ".",
-    "dtype": "<f4",
-    "fill_value": None,
-    "filters": None,
-    "order": "C",
-    "shape": [8],
-    "zarr_format": 2,
-}
+from tests.hostile.orbax import VALUES, ZARRAY, write_array
 
 
 def spec(
@@ -62,18 +50,7 @@ def write(
     return step
 
 
-def write_array(directory: Path, zarray: Any = ZARRAY, chunks: Any = None) -> None:
-    directory.mkdir()
-    text = zarray if isinstance(zarray, bytes) else json.dumps(zarray).encode()
-    (directory / ".zarray").write_bytes(text)
-    if chunks is None:
-        chunks = {str(i): gzip.compress(VALUES[4 * i :][:4].tobytes()) for i in (0, 1)}
-    for name, content in chunks.items():
-        (directory / name).write_bytes(content)
-
-
-def case(**changes: Any) -> Callable[[Path], Path]:
-    return lambda root: write(root, **changes)
+case = later(write)
 
 
 def zarray(chunks: Any = None, /, **changes: Any) -> Callable[[Path], Path]:
@@ -95,26 +72,20 @@ def whole(shape: Any, chunks: Any, contents: Any) -> Callable[[Path], Path]:
     )
 
 
-def elsewhere(path: Callable[[Path], str]) -> Callable[[Path], Path]:
+@later
+def elsewhere(root: Path, path: Callable[[Path], str]) -> Path:
     """The specification leads to a good array in another directory."""
-
-    def make(root: Path) -> Path:
-        write_array(root / "secret")
-        return write(root, spec=spec(path(root)))
-
-    return make
+    write_array(root / "secret")
+    return write(root, spec=spec(path(root)))
 
 
-def linked(make: Callable[[Path], None]) -> Callable[[Path], Path]:
+@later
+def linked(root: Path, make: Callable[[Path], None]) -> Path:
     """A sound checkpoint and a good array outside it, before `make` links them."""
-
-    def link(root: Path) -> Path:
-        write_array(root / "secret")
-        step = write(root)
-        make(root)
-        return step
-
-    return link
+    write_array(root / "secret")
+    step = write(root)
+    make(root)
+    return step
 
 
 def link_array(root: Path) -> None:
@@ -154,12 +125,10 @@ def shared(root: Path) -> Path:
     return step
 
 
-def content(data: bytes, name: str = "checkpoint") -> Callable[[Path], Path]:
-    def make(root: Path) -> Path:
-        (root / name).write_bytes(data)
-        return root
-
-    return make
+@later
+def content(root: Path, data: bytes, name: str = "checkpoint") -> Path:
+    (root / name).write_bytes(data)
+    return root
 
 
 def tensorflow(root: Path) -> Path:
