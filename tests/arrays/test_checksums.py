@@ -158,6 +158,6 @@ def test_stock_orbax_reads_chunks_with_segments(tmp_path):
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state).wait()
     assert "segments" in manifest(tmp_path / "1")
-    found = orbax_readers._v0_standard(tmp_path, 1, None)
+    found = orbax_readers.READERS["v0_standard"](tmp_path, 1, None)
     np.testing.assert_array_equal(found["w"], state["w"])
     assert flaxckpt.verify(tmp_path / "1").ok

@@ -14,98 +14,42 @@ Reader: TypeAlias = Callable[[Path, int, PyTree], PyTree]
 """(run directory, step, abstract state) -> the state as Orbax reads it."""
 
 
-def _v0_standard(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(root / str(step) / "state")
+def _opened(
+    open_it: Callable[[Path], Any], read: Callable[[Any, Path, int, PyTree], PyTree]
+) -> Reader:
+    """Returns the reader that opens the run directory, or something else."""
+
+    def reader(root: Path, step: int, abstract: PyTree) -> PyTree:
+        with open_it(root) as opened:
+            return read(opened, root, step, abstract)
+
+    return reader
 
 
-def _v0_standard_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(root / str(step) / "state", abstract)
+def _of_item(
+    checkpointer: Callable[[], Any], read: Callable[[Any, Path, PyTree], PyTree]
+) -> Reader:
+    """Returns the reader of the item with a checkpointer."""
+    return _opened(
+        lambda _: checkpointer(),
+        lambda c, root, step, abstract: read(c, root / str(step) / "state", abstract),
+    )
 
 
-def _v0_pytree(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(root / str(step) / "state")
+def _of_step(ask: Callable[[PyTree], Any]) -> Reader:
+    """Returns the reader with a manager, whose arguments depend on the state."""
+    return _opened(
+        ocp.CheckpointManager,
+        lambda m, _, step, abstract: m.restore(
+            step, args=ocp.args.Composite(state=ask(abstract))
+        )["state"],
+    )
 
 
-def _v0_pytree_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(
-            root / str(step) / "state", args=_pytree_restore(abstract)
-        )
-
-
-def _v0_metadata(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(root / str(step) / "state")
-    return metadata.item_metadata.tree
-
-
-def _v0_manager(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with ocp.CheckpointManager(root) as manager:
-        return manager.restore(step)["state"]
-
-
-def _v0_manager_standard(root: Path, step: int, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=ocp.args.StandardRestore())
-    with ocp.CheckpointManager(root) as manager:
-        return manager.restore(step, args=args)["state"]
-
-
-def _v0_manager_standard_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-    with ocp.CheckpointManager(root) as manager:
-        return manager.restore(step, args=args)["state"]
-
-
-def _v0_manager_pytree_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=_pytree_restore(abstract))
-    with ocp.CheckpointManager(root) as manager:
-        return manager.restore(step, args=args)["state"]
-
-
-def _v0_manager_metadata(root: Path, step: int, abstract: PyTree) -> PyTree:
+def _manager_of_state(root: Path) -> ocp.CheckpointManager:
     handlers = ocp.DefaultCheckpointHandlerRegistry()
     handlers.add("state", ocp.args.StandardRestore, ocp.StandardCheckpointHandler())
-    with ocp.CheckpointManager(root, handler_registry=handlers) as manager:
-        return manager.item_metadata(step)["state"].tree
-
-
-def _v1_load(root: Path, step: int, abstract: PyTree) -> PyTree:
-    return v1.load(root / str(step))
-
-
-def _v1_load_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    return v1.load(root / str(step), abstract)
-
-
-def _v1_metadata(root: Path, step: int, abstract: PyTree) -> PyTree:
-    return v1.metadata(root / str(step)).metadata
-
-
-def _v1_checkpointables(root: Path, step: int, abstract: PyTree) -> PyTree:
-    return v1.load_checkpointables(root / str(step))["state"]
-
-
-def _v1_training(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with v1.training.Checkpointer(root) as checkpointer:
-        return checkpointer.load(step)
-
-
-def _v1_training_target(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with v1.training.Checkpointer(root) as checkpointer:
-        return checkpointer.load(step, abstract)
-
-
-def _v1_training_checkpointables(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with v1.training.Checkpointer(root) as checkpointer:
-        return checkpointer.load_checkpointables(step)["state"]
-
-
-def _v1_training_metadata(root: Path, step: int, abstract: PyTree) -> PyTree:
-    with v1.training.Checkpointer(root) as checkpointer:
-        return checkpointer.metadata(step).metadata
+    return ocp.CheckpointManager(root, handler_registry=handlers)
 
 
 def _pytree_restore(abstract: PyTree) -> ocp.args.PyTreeRestore:
@@ -115,25 +59,48 @@ def _pytree_restore(abstract: PyTree) -> ocp.args.PyTreeRestore:
     )
 
 
+_training = v1.training.Checkpointer
+
 READERS: Final[dict[str, Reader]] = {
-    "v0_standard": _v0_standard,
-    "v0_standard_target": _v0_standard_target,
-    "v0_pytree": _v0_pytree,
-    "v0_pytree_target": _v0_pytree_target,
-    "v0_metadata": _v0_metadata,
-    "v0_manager": _v0_manager,
-    "v0_manager_standard": _v0_manager_standard,
-    "v0_manager_standard_target": _v0_manager_standard_target,
-    "v0_manager_pytree_target": _v0_manager_pytree_target,
-    "v0_manager_metadata": _v0_manager_metadata,
-    "v1_load": _v1_load,
-    "v1_load_target": _v1_load_target,
-    "v1_metadata": _v1_metadata,
-    "v1_checkpointables": _v1_checkpointables,
-    "v1_training": _v1_training,
-    "v1_training_target": _v1_training_target,
-    "v1_training_checkpointables": _v1_training_checkpointables,
-    "v1_training_metadata": _v1_training_metadata,
+    "v0_standard": _of_item(
+        ocp.StandardCheckpointer, lambda c, path, _: c.restore(path)
+    ),
+    "v0_standard_target": _of_item(
+        ocp.StandardCheckpointer, lambda c, path, abstract: c.restore(path, abstract)
+    ),
+    "v0_pytree": _of_item(ocp.PyTreeCheckpointer, lambda c, path, _: c.restore(path)),
+    "v0_pytree_target": _of_item(
+        lambda: ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
+        lambda c, path, abstract: c.restore(path, args=_pytree_restore(abstract)),
+    ),
+    "v0_metadata": _of_item(
+        ocp.StandardCheckpointer, lambda c, path, _: c.metadata(path).item_metadata.tree
+    ),
+    "v0_manager": _opened(
+        ocp.CheckpointManager, lambda m, _, step, __: m.restore(step)["state"]
+    ),
+    "v0_manager_standard": _of_step(lambda _: ocp.args.StandardRestore()),
+    "v0_manager_standard_target": _of_step(ocp.args.StandardRestore),
+    "v0_manager_pytree_target": _of_step(_pytree_restore),
+    "v0_manager_metadata": _opened(
+        _manager_of_state, lambda m, _, step, __: m.item_metadata(step)["state"].tree
+    ),
+    "v1_load": lambda root, step, _: v1.load(root / str(step)),
+    "v1_load_target": lambda root, step, abstract: v1.load(root / str(step), abstract),
+    "v1_metadata": lambda root, step, _: v1.metadata(root / str(step)).metadata,
+    "v1_checkpointables": lambda root, step, _: v1.load_checkpointables(
+        root / str(step)
+    )["state"],
+    "v1_training": _opened(_training, lambda c, _, step, __: c.load(step)),
+    "v1_training_target": _opened(
+        _training, lambda c, _, step, abstract: c.load(step, abstract)
+    ),
+    "v1_training_checkpointables": _opened(
+        _training, lambda c, _, step, __: c.load_checkpointables(step)["state"]
+    ),
+    "v1_training_metadata": _opened(
+        _training, lambda c, _, step, __: c.metadata(step).metadata
+    ),
 }
 """The readers. Readers that end in `_target` need an abstract state, with a sharding
 at every array; those that end in `_metadata` return shapes and dtypes, no values;

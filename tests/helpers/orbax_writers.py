@@ -22,30 +22,6 @@ def _v0_standard(root: Path, step: int, state: PyTree) -> Path:
     return root / str(step)
 
 
-def _v0_pytree(root: Path, step: int, state: PyTree) -> Path:
-    return _save_flat(ocp.PyTreeCheckpointHandler(), root, step, state)
-
-
-def _v0_zarr3(root: Path, step: int, state: PyTree) -> Path:
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
-    return _save_flat(handler, root, step, state)
-
-
-def _v0_files(root: Path, step: int, state: PyTree) -> Path:
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-    return _save_flat(handler, root, step, state)
-
-
-def _v0_files_zarr3(root: Path, step: int, state: PyTree) -> Path:
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
-    return _save_flat(handler, root, step, state)
-
-
-def _v0_uncompressed(root: Path, step: int, state: PyTree) -> Path:
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    return _save_flat(handler, root, step, state)
-
-
 def _v0_chunked(root: Path, step: int, state: PyTree) -> Path:
     chunked = ocp.SaveArgs(chunk_byte_size=64)
     save_args = jax.tree.map(lambda _: chunked, state)
@@ -53,13 +29,6 @@ def _v0_chunked(root: Path, step: int, state: PyTree) -> Path:
         args = ocp.args.PyTreeSave(state, save_args=save_args)
         checkpointer.save(root / str(step), args=args)
     return root / str(step)
-
-
-def _v0_rich_types(root: Path, step: int, state: PyTree) -> Path:
-    defaults = v1.options.PyTreeOptions.Saving().pytree_metadata_options
-    rich = dataclasses.replace(defaults, support_rich_types=True)
-    handler = ocp.PyTreeCheckpointHandler(pytree_metadata_options=rich)
-    return _save_flat(handler, root, step, state)
 
 
 def _v0_manager(root: Path, step: int, state: PyTree) -> Path:
@@ -94,23 +63,31 @@ def _v1_training(root: Path, step: int, state: PyTree) -> Path:
     return root / str(step)
 
 
-def _save_flat(
-    handler: ocp.PyTreeCheckpointHandler, root: Path, step: int, state: PyTree
-) -> Path:
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(root / str(step), args=ocp.args.PyTreeSave(state))
-    return root / str(step)
+def _flat(**options: Any) -> Writer:
+    """Returns the writer of a handler of trees with these options."""
 
+    def write(root: Path, step: int, state: PyTree) -> Path:
+        handler = ocp.PyTreeCheckpointHandler(**options)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(root / str(step), args=ocp.args.PyTreeSave(state))
+        return root / str(step)
+
+    return write
+
+
+_RICH: Final = dataclasses.replace(
+    v1.options.PyTreeOptions.Saving().pytree_metadata_options, support_rich_types=True
+)
 
 WRITERS: Final[dict[str, Writer]] = {
     "v0_standard": _v0_standard,
-    "v0_pytree": _v0_pytree,
-    "v0_zarr3": _v0_zarr3,
-    "v0_files": _v0_files,
-    "v0_files_zarr3": _v0_files_zarr3,
-    "v0_uncompressed": _v0_uncompressed,
+    "v0_pytree": _flat(),
+    "v0_zarr3": _flat(use_ocdbt=True, use_zarr3=True),
+    "v0_files": _flat(use_ocdbt=False),
+    "v0_files_zarr3": _flat(use_ocdbt=False, use_zarr3=True),
+    "v0_uncompressed": _flat(use_compression=False),
     "v0_chunked": _v0_chunked,
-    "v0_rich_types": _v0_rich_types,
+    "v0_rich_types": _flat(pytree_metadata_options=_RICH),
     "v0_manager": _v0_manager,
     "v0_manager_composite": _v0_manager_composite,
     "v1_save": _v1_save,

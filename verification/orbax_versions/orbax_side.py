@@ -44,49 +44,42 @@ ITEM: Final = "state"
 # ---- readers ---------------------------------------------------------------------
 
 
-def standard(root: Path, abstract: PyTree) -> PyTree:
-    args = ocp.args.StandardRestore()
-    return with_checkpointer(
-        ocp.Checkpointer(ocp.StandardCheckpointHandler()),
-        lambda c: c.restore(root / str(STEP) / ITEM, args=args),
-    )
+def of_item(handler: Any, ask: Callable[[PyTree], Any]) -> Reader:
+    """Returns the reader of an item: `ask` maps an abstract state to its arguments."""
+
+    def read(root: Path, abstract: PyTree) -> PyTree:
+        args = ask(abstract)
+        return with_checkpointer(
+            ocp.Checkpointer(handler()),
+            lambda c: c.restore(root / str(STEP) / ITEM, args=args),
+        )
+
+    return read
 
 
-def standard_target(root: Path, abstract: PyTree) -> PyTree:
-    args = ocp.args.StandardRestore(abstract)
-    return with_checkpointer(
-        ocp.Checkpointer(ocp.StandardCheckpointHandler()),
-        lambda c: c.restore(root / str(STEP) / ITEM, args=args),
-    )
+def of_step(ask: Callable[[PyTree], Any]) -> Reader:
+    """Returns the reader of a step, as `of_item` of an item."""
+
+    def read(root: Path, abstract: PyTree) -> PyTree:
+        args = ocp.args.Composite(state=ask(abstract))
+        return with_manager(root, lambda m: m.restore(STEP, args=args)[ITEM])
+
+    return read
+
+
+def anything(abstract: PyTree) -> Any:
+    return ocp.args.StandardRestore()
+
+
+def pytree_restore(abstract: PyTree) -> Any:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
 
 
 def pytree(root: Path, abstract: PyTree) -> PyTree:
     return with_checkpointer(
         ocp.PyTreeCheckpointer(), lambda c: c.restore(root / str(STEP) / ITEM)
     )
-
-
-def pytree_target(root: Path, abstract: PyTree) -> PyTree:
-    args = pytree_restore(abstract)
-    return with_checkpointer(
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()),
-        lambda c: c.restore(root / str(STEP) / ITEM, args=args),
-    )
-
-
-def manager(root: Path, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=ocp.args.StandardRestore())
-    return with_manager(root, lambda m: m.restore(STEP, args=args)[ITEM])
-
-
-def manager_target(root: Path, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-    return with_manager(root, lambda m: m.restore(STEP, args=args)[ITEM])
-
-
-def manager_pytree_target(root: Path, abstract: PyTree) -> PyTree:
-    args = ocp.args.Composite(state=pytree_restore(abstract))
-    return with_manager(root, lambda m: m.restore(STEP, args=args)[ITEM])
 
 
 def v1_load(root: Path, abstract: PyTree) -> PyTree:
@@ -98,13 +91,15 @@ def v1_load_target(root: Path, abstract: PyTree) -> PyTree:
 
 
 READERS: Final[dict[str, Reader]] = {
-    "StandardRestore": standard,
-    "StandardRestore, target": standard_target,
+    "StandardRestore": of_item(ocp.StandardCheckpointHandler, anything),
+    "StandardRestore, target": of_item(
+        ocp.StandardCheckpointHandler, ocp.args.StandardRestore
+    ),
     "PyTreeCheckpointer": pytree,
-    "PyTreeRestore, target": pytree_target,
-    "CheckpointManager": manager,
-    "CheckpointManager, target": manager_target,
-    "CheckpointManager, PyTreeRestore, target": manager_pytree_target,
+    "PyTreeRestore, target": of_item(ocp.PyTreeCheckpointHandler, pytree_restore),
+    "CheckpointManager": of_step(anything),
+    "CheckpointManager, target": of_step(ocp.args.StandardRestore),
+    "CheckpointManager, PyTreeRestore, target": of_step(pytree_restore),
 }
 if hasattr(v1, "load"):  # in 0.11, v1 finds only an item `pytree`
     READERS |= {"v1.load": v1_load, "v1.load, target": v1_load_target}
@@ -125,22 +120,11 @@ def with_manager(
     )
 
 
-def pytree_restore(abstract: PyTree) -> Any:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    return ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
-
-
 # ---- writers ---------------------------------------------------------------------
 
 
 def write_manager(root: Path, state: PyTree) -> None:
-    args = ocp.args.StandardSave(state)
-
-    def save(manager: Any) -> None:
-        manager.save(STEP, args=args)
-        manager.wait_until_finished()
-
-    with_checkpointer(ocp.CheckpointManager(root), save)
+    save_step(ocp.CheckpointManager(root), ocp.args.StandardSave(state))
 
 
 def write_composite(root: Path, state: PyTree) -> None:
@@ -148,25 +132,15 @@ def write_composite(root: Path, state: PyTree) -> None:
     args = ocp.args.Composite(
         state=ocp.args.PyTreeSave(state), config=ocp.args.JsonSave(states.CONFIG)
     )
-
-    def save(manager: Any) -> None:
-        manager.save(STEP, args=args, metrics=states.METRICS)
-        manager.wait_until_finished()
-
     names = ("state", "config")
-    with_checkpointer(
-        ocp.CheckpointManager(root, options=options, item_names=names), save
-    )
+    manager = ocp.CheckpointManager(root, options=options, item_names=names)
+    save_step(manager, args, metrics=states.METRICS)
 
 
 def write_two_items(root: Path, state: PyTree) -> None:
     args = {name: ocp.args.StandardSave(branch) for name, branch in state.items()}
-
-    def save(manager: Any) -> None:
-        manager.save(STEP, args=ocp.args.Composite(**args))
-        manager.wait_until_finished()
-
-    with_checkpointer(ocp.CheckpointManager(root, item_names=tuple(state)), save)
+    manager = ocp.CheckpointManager(root, item_names=tuple(state))
+    save_step(manager, ocp.args.Composite(**args))
 
 
 def write_standard(root: Path, state: PyTree) -> None:
@@ -209,6 +183,14 @@ WRITERS: Final[dict[str, Writer]] = {
 }
 if v1 is not None:
     WRITERS |= {"v1.save": write_v1}
+
+
+def save_step(manager: Any, args: Any, **options: Any) -> None:
+    def save(manager: Any) -> None:
+        manager.save(STEP, args=args, **options)
+        manager.wait_until_finished()
+
+    with_checkpointer(manager, save)
 
 
 def save_flat(handler: Any, root: Path, args: Any) -> None:
