@@ -59,8 +59,8 @@ class RestoreOptions:
         purpose: A `load` leaves out what the state has no leaf for. A `restore` of a
             step fills empty places of the state. A `resume` of a run also adds keys to
             mappings, and leaves nothing out.
-        is_source: Whether a new run begins from the checkpoint: with `"reinit"`, step
-            counters beside optimizers keep their values, too.
+        is_source: Whether a new run begins from the checkpoint: with `"reinit"`, the
+            step counters of the state keep their values, too.
         has_values: Whether the program has an optimizer and values for the leaves of
             the abstract state, for plans only.
     """
@@ -371,7 +371,7 @@ class _Planner:
         """Step counters that keep the values of the state."""
         if not (self._options.is_source and self._options.optimizer == "reinit"):
             return set()
-        return step_counters(self._facts) & self._flat.table.keys()
+        return self._flat.step_counters
 
     def _decide(self, path: LeafPath, leaf: Leaf, candidates: list[LeafPath]) -> None:
         nearest = self._table[candidates[0]].info if candidates else None
@@ -611,13 +611,6 @@ class _Planner:
         self._problems.append(
             Mismatch(place, "an empty place", found, "unused", RESUME_ADVICE)
         )
-
-
-def step_counters(
-    facts: Mapping[LeafPath, _state.optimizer_roles.LeafFacts],
-) -> set[LeafPath]:
-    optimizers = {known.group for known in facts.values()}
-    return {"/".join((*path.split("/")[:-1], "step")) for path in optimizers}
 
 
 def _leaf_plan(

@@ -193,19 +193,18 @@ def load_source(
     done = _transforms.describe(options.transforms)
     origin = Lineage(stored.metadata.path, stored.step, digest, done)
     lineage = (origin, *stored.metadata.lineage)[:_MAX_LINEAGE]
-    continues = options.optimizer != "reinit" and planned.has_optimizer()
-    start = planned.find_start(state, origin) if continues else 0
+    start = planned.find_start(state, origin) if planned.continues_steps() else 0
     return state, lineage, start, planned.outcome
 
 
 def _find_start(state: PyTree, origin: Lineage, fresh: Set[LeafPath]) -> int:
-    """Returns the step at which a run begins that continues a source's optimizer.
+    """Returns the step at which a run begins that continues those of a source.
 
-    It is the value of the step counter beside the optimizer; else the source's step;
-    else the optimizer's count.
+    It is the value of the step counter; else the source's step; else the optimizer's
+    count.
     """
     flat = _state.flax_state.flatten(state)
-    counters = planner.step_counters(flat.optimizer_facts)
+    counters = flat.step_counters
     counts = [
         int(np.max(np.asarray(flat.table[path].source), initial=0))
         for path, known in flat.optimizer_facts.items()
@@ -464,16 +463,23 @@ class Restore:
         self._values: dict[LeafPath, Any] = {}
 
     def find_start(self, state: PyTree, origin: Lineage) -> int:
-        """Returns the step at which a run begins that continues the optimizer."""
+        """Returns the step at which a run begins that continues the source's steps."""
         leaves = self._planned.leaves.items()
         fresh = {path for path, leaf in leaves if "init" in leaf.actions}
         return _find_start(state, origin, fresh)
 
-    def has_optimizer(self) -> bool:
+    def continues_steps(self) -> bool:
+        """Returns True if an optimizer, or a step counter, of a source is restored."""
+        if self._is_reinit or self._recipe.flat is None:
+            return False
+        counters = self._recipe.flat.step_counters
         return any(
             leaf.wanted is not None
             and "init" not in leaf.actions
-            and mirrors.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
+            and (
+                leaf.wanted.path in counters
+                or mirrors.is_optimizer_leaf(leaf.wanted.path, leaf.wanted)
+            )
             for leaf in self._planned.leaves.values()
         )
 
@@ -487,7 +493,7 @@ class Restore:
         wanted = [leaf for leaf in self._planned.leaves.values() if leaf.wanted]
         taken = {source for leaf in wanted for source in leaf.sources}
         if self._is_reinit and self._recipe.flat is not None:
-            taken |= planner.step_counters(self._recipe.flat.optimizer_facts)
+            taken |= self._recipe.flat.step_counters
         left = [
             path
             for path, leaf in self._stored.table.items()

@@ -111,7 +111,7 @@ class Restores:
     ) -> tuple[PyTree, tuple[Lineage, ...], int]:
         """Returns the state of another checkpoint, its lineage, and its step.
 
-        With `optimizer="reinit"`, step counters beside optimizers keep their values.
+        With `optimizer="reinit"`, the state's step counters keep their values.
         """
         options = dataclasses.replace(self._complete(options), is_source=True)
         start = time.monotonic()

@@ -74,8 +74,8 @@ class Session:
         """Loads another checkpoint as the initial state of this run.
 
         Every later step records the source in its lineage. With `optimizer="reinit"`,
-        the step counter beside the optimizer also keeps its value in `abstract_state`.
-        Returns the state and its step: 0, unless the optimizer of the source continues.
+        the step counter also keeps its value in `abstract_state`.
+        Returns the state and its step: 0, unless the steps of the source continue.
         Raises OptionError if the step counters disagree.
         """
         path = _storage.paths.resolve(source)

@@ -22,6 +22,10 @@ from flaxckpt._state.leaf import Leaf, LeafTable
 from flaxckpt._state.nnx_objects import Keys
 from flaxckpt._types import LeafPath, PyTree
 
+_STEP = "step"
+_INTEGERS = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (32, 64))
+"""Dtypes of step counters; that of a Python int is int64."""
+
 
 def boxes() -> tuple[type, ...]:
     """Returns the classes of wrappers of single values, absent from leaf paths."""
@@ -59,6 +63,22 @@ class FlatState:
     def optimizer_facts(self) -> dict[LeafPath, optimizer_roles.LeafFacts]:
         """Leaf path -> facts, for each leaf of an optimizer state."""
         return optimizer_roles.find_facts(self.structure, self.optimizer_states)
+
+    @_util.forks.lazy
+    def step_counters(self) -> set[LeafPath]:
+        """Paths of the leaves `step` beside optimizers; without any, that of the top.
+
+        The one of the top must be an integer, as it may be a parameter instead.
+        """
+        optimizers = optimizer_roles.find_optimizers(
+            self.structure, self.optimizer_states
+        )
+        beside = {"/".join((*path.split("/")[:-1], _STEP)) for path in optimizers}
+        if found := beside & self.table.keys():
+            return found
+        if (top := self.table.get(_STEP)) is None or top.info.shape != ():
+            return set()
+        return {_STEP} if top.info.dtype in _INTEGERS else set()
 
     def table_with_roles(self) -> LeafTable:
         return optimizer_roles.with_roles(self.table, self.optimizer_facts)

@@ -87,6 +87,15 @@ def find_facts(
     return _Roles(structure).all(optimizer_states)
 
 
+def find_optimizers(
+    structure: tree.Node | LeafPath,
+    optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]] = (),
+) -> set[LeafPath]:
+    """Returns the paths of all optimizer states, also of those without leaves."""
+    found = [*_Roles(structure).optimizers, *optimizer_states]
+    return {tree.join(keys) for keys, _ in found}
+
+
 def trusted_roles(
     structure: tree.Node | LeafPath, recorded: Mapping[LeafPath, Role]
 ) -> dict[LeafPath, Role | None]:
@@ -135,7 +144,7 @@ class _Roles:
         self.parameter_classes: set[str] = set()
         self._outside: list[LeafPath] = []
         self._types: set[str] = set()
-        self._optimizers: list[tuple[Keys, tree.Node | LeafPath]] = []
+        self.optimizers: list[tuple[Keys, tree.Node | LeafPath]] = []
         self._structure = structure
         self._found: dict[LeafPath, LeafFacts] = {}
         self._find_optimizers(structure, ())
@@ -144,7 +153,7 @@ class _Roles:
         self, optimizer_states: Iterable[tuple[Keys, tree.Node | LeafPath]]
     ) -> dict[LeafPath, LeafFacts]:
         """Returns the facts of all optimizer leaves; see `find_facts`."""
-        for keys, node in self._optimizers:
+        for keys, node in self.optimizers:
             self._enter(node, keys, tree.join(keys))
         for keys, node in optimizer_states:
             path = tree.join(keys)
@@ -160,13 +169,13 @@ class _Roles:
             self._outside.append(node)
             return
         if optax_containers.is_state_of_optax(node) or optax_containers.is_chain(node):
-            self._optimizers.append((keys, node))
+            self.optimizers.append((keys, node))
             return
         self._types.add(node.type)
         for key, child in zip(node.keys, node.children, strict=True):
             inner = keys if node.is_box else (*keys, key)
             if key.name == "opt_state":
-                self._optimizers.append((inner, child))
+                self.optimizers.append((inner, child))
             else:
                 self._find_optimizers(child, inner)
 

@@ -485,15 +485,15 @@ class CheckpointCallback(Closing):
                 leaves of a transform that the optimizer no longer has are left out with
                 a warning.
             optimizer: How to find optimizer leaves in the source; see `load`. By
-                default, the optimizer and the step counter beside it are initialized
-                anew; `match` continues the optimizer of the source, and its steps.
+                default, the optimizer and the step counter are initialized anew;
+                `match` continues the optimizer of the source, and its steps.
 
         Returns:
             The state, and the number of completed steps: 0 for `state`, and for a
             source with a new optimizer. A run that continues the optimizer of a source
-            begins at the value of the step counter beside the optimizer; without a
-            counter, at the source's step, or, of a source without a step number, at the
-            count of its optimizer.
+            begins at the value of the step counter; without a counter, at the source's
+            step, or, of a source without a step number, at the count of its optimizer.
+            The counter is `step` beside the optimizer, else at the top of the state.
 
         Raises:
             CheckpointError: There are checkpoints, but none fits.

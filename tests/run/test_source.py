@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import flaxckpt
 from flaxckpt import errors
 from flaxckpt.cli import app
-from flaxckpt.transforms import drop, grow, rename
+from flaxckpt.transforms import drop, grow, keep, rename
 
 
 def state_of(classes, seed, tx=None, steps=0):
@@ -152,6 +152,60 @@ def test_resumes_at_step_of_source(tmp_path, source):
     for wanted, found in zip(jax.tree.leaves(old), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(wanted, found)
     assert flaxckpt.Checkpointer(tmp_path / "run").steps() == [4]
+
+
+def of_train_state(tx, step):
+    return state_of(2, seed=step, tx=tx).replace(step=step)
+
+
+def of_nnx(tx, step):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(step))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.step[...] = jnp.uint32(step)
+    return (model, optimizer)
+
+
+def without_optimizer(tx, step):
+    return {"params": state_of(2, seed=step).params, "step": step}
+
+
+def parts_of(state):
+    """Returns the step counter and the weights of a state of these kinds."""
+    if isinstance(state, tuple):
+        return state[1].step[...], nnx.state(state[0])
+    parts = state if isinstance(state, dict) else vars(state)
+    return parts["step"], parts["params"]
+
+
+@pytest.mark.parametrize("kind", [of_train_state, of_nnx, without_optimizer])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.masked(optax.sgd(0.1), True),
+        optax.identity(),
+        optax.sgd(0.1, momentum=0.9),
+    ],
+    ids=["sgd", "clipped", "masked", "identity", "momentum"],
+)
+def test_run_begins_at_its_step_counter_if_optimizer_has_no_leaves(tmp_path, tx, kind):
+    old, new = kind(tx, 7), kind(tx, 0)
+    flaxckpt.save(tmp_path / "whole", old)
+    flaxckpt.save(tmp_path / "weights", old, transforms=[keep("(0|params)/.*")])
+    for source, optimizer, begin_at in (
+        ("whole", "reinit", 0),
+        ("weights", "reinit", 0),
+        ("whole", "match", 7),
+    ):
+        run = tmp_path / f"{source}-{optimizer}"
+        options = {"source": tmp_path / source, "optimizer": optimizer}
+        with flaxckpt.Checkpointer(run) as checkpointer:
+            on_step = flaxckpt.CheckpointCallback(checkpointer, every_steps=1)
+            state, start = on_step.restore_or_init(new, **options)
+        step, weights = parts_of(state)
+        assert (start, int(step)) == (begin_at, begin_at)
+        jax.tree.map(np.testing.assert_array_equal, parts_of(old)[1], weights)
 
 
 @pytest.mark.slow
