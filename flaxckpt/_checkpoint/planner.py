@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -553,17 +553,15 @@ class _Planner:
             if path not in self._used and leaf.info.kind != "empty"
         }
         added, homeless = self._add(unused)
-        option, is_reinit = self._options.unused, self._options.optimizer == "reinit"
+        option = self._options.unused
         for path, leaf in unused.items():
-            if path in added:
+            if path in added or self._is_replaced(path, leaf):
                 continue
             is_part = f"{path}/".startswith(self._whole)
             if option == "error" or (is_part and option != "ignore"):
                 self._problems.append(
                     Mismatch(path, "nothing", str(leaf.info), "unused")
                 )
-            elif is_reinit and leaf.info.role:
-                continue
             elif path in homeless and not self._options.leaves_out:
                 self._problems.append(
                     Mismatch(path, "no place", str(leaf.info), "unused", RESUME_ADVICE)
@@ -573,12 +571,19 @@ class _Planner:
                 ("dropped",), (path,), None, leaf.info, 0, leaf.transforms
             )
 
+    def _is_replaced(self, path: LeafPath, leaf: Leaf) -> bool:
+        """Returns True for a leaf of an optimizer that a new one takes the place of."""
+        if self._options.optimizer != "reinit":
+            return False
+        return leaf.info.role is not None or is_below(path, self._flat.optimizers)
+
     def _add(self, unused: LeafTable) -> tuple[Set[LeafPath], Set[LeafPath]]:
         """Adds leaves to the state; returns those added, and those without a place."""
         if not unused or not self._options.adds_leaves:
             return set(), set()
-        if self._options.optimizer == "reinit":
-            unused = {path: leaf for path, leaf in unused.items() if not leaf.info.role}
+        unused = {
+            p: leaf for p, leaf in unused.items() if not self._is_replaced(p, leaf)
+        }
         is_resume = self._options.purpose == "resume"
         places, homeless = additions.assign(
             unused, self._flat, self._stored, self._matcher, to_missing_keys=is_resume
@@ -611,6 +616,10 @@ class _Planner:
         self._problems.append(
             Mismatch(place, "an empty place", found, "unused", RESUME_ADVICE)
         )
+
+
+def is_below(path: LeafPath, containers: Collection[LeafPath]) -> bool:
+    return any(path.startswith(f"{each}/") for each in containers)
 
 
 def _leaf_plan(

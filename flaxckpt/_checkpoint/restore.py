@@ -84,7 +84,7 @@ def load(
         optimizer: How to find optimizer leaves: `match` finds leaves by their role
             (transform, field and parameter) if their path has changed, and initializes
             new leaves; `exact` finds leaves by path only; `reinit` initializes the
-            whole optimizer.
+            whole optimizer, in the place of that of the checkpoint.
         types: Your classes that the checkpoint may name, if there is no
             `abstract_state`; classes of optax and Flax are known.
         verify: Whether to compare all values with their checksums. Without, only data
@@ -492,14 +492,17 @@ class Restore:
         """
         wanted = [leaf for leaf in self._planned.leaves.values() if leaf.wanted]
         taken = {source for leaf in wanted for source in leaf.sources}
+        replaced: Set[LeafPath] = set()
         if self._is_reinit and self._recipe.flat is not None:
             taken |= self._recipe.flat.step_counters
+            replaced = self._recipe.flat.optimizers
         left = [
             path
             for path, leaf in self._stored.table.items()
             if path not in taken
             and leaf.info.kind != "empty"
             and not (self._is_reinit and leaf.info.role)
+            and not planner.is_below(path, replaced)
         ]
         return describe_outcomes(self._planned, dropped=len(left))
 

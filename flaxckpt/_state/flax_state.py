@@ -65,15 +65,17 @@ class FlatState:
         return optimizer_roles.find_facts(self.structure, self.optimizer_states)
 
     @_util.forks.lazy
+    def optimizers(self) -> set[LeafPath]:
+        """Paths of the optimizer states, also of those without leaves."""
+        return optimizer_roles.find_optimizers(self.structure, self.optimizer_states)
+
+    @_util.forks.lazy
     def step_counters(self) -> set[LeafPath]:
         """Paths of the leaves `step` beside optimizers; without any, that of the top.
 
         The one of the top must be an integer, as it may be a parameter instead.
         """
-        optimizers = optimizer_roles.find_optimizers(
-            self.structure, self.optimizer_states
-        )
-        beside = {"/".join((*path.split("/")[:-1], _STEP)) for path in optimizers}
+        beside = {"/".join((*path.split("/")[:-1], _STEP)) for path in self.optimizers}
         if found := beside & self.table.keys():
             return found
         if (top := self.table.get(_STEP)) is None or top.info.shape != ():

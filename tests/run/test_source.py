@@ -208,6 +208,24 @@ def test_run_begins_at_its_step_counter_if_optimizer_has_no_leaves(tmp_path, tx,
         jax.tree.map(np.testing.assert_array_equal, parts_of(old)[1], weights)
 
 
+@pytest.mark.parametrize("suffix", ["", ".msgpack", ".safetensors"])
+@pytest.mark.parametrize("unused", ["warn", "error"])
+def test_new_optimizer_takes_place_of_any_in_source(tmp_path, caplog, suffix, unused):
+    old = state_of(2, seed=0, steps=3)
+    flaxckpt.save(tmp_path / "whole", old)
+    source = tmp_path / f"source{suffix}"
+    flaxckpt.convert(tmp_path / "whole", source)
+    for name in ("flaxckpt.json", "commit_success.txt") if not suffix else ():
+        (source / name).unlink()  # as Orbax writes it, without roles
+    fresh = state_of(2, seed=1, tx=optax.chain(optax.clip(1.0), optax.adam(1e-3)))
+    with caplog.at_level(logging.WARNING):
+        state, start = begin(
+            tmp_path / "run", fresh, source=source, unused=unused, optimizer="reinit"
+        )
+    assert (start, state.step, caplog.text) == (0, 0, "")
+    jax.tree.map(np.testing.assert_array_equal, old.params, state.params)
+
+
 @pytest.mark.slow
 def test_nnx_optimizer_restarts_with_its_counter(tmp_path):
     def build(seed):
