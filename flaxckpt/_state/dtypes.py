@@ -61,6 +61,10 @@ _KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 _NUMBER = re.compile("[a-z]+([0-9]+)")
 """The bits of a value, in the name of any type but bool."""
 
+_LONG_NAMES = {"bf": "bfloat", "fp": "float", "f": "float", "i": "int", "u": "uint"}
+_SHORT_NAME = re.compile(f"({'|'.join(_LONG_NAMES)})([0-9]+)")
+"""Names of types in safetensors and torch: bf16, fp32, F32."""
+
 _ZARR_2_KINDS = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
 
 WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
@@ -70,7 +74,12 @@ WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 def check(dtype_name: str) -> str:
     """Returns `dtype_name`; raises OptionError if such leaves cannot be stored."""
     if dtype_name not in _STORED_AS_IS and dtype_name not in STORED_AS_BYTES:
-        raise errors.OptionError(f"{dtype_name!r} is not a supported element type")
+        short = _SHORT_NAME.fullmatch(dtype_name.lower())
+        name = f"{_LONG_NAMES[short[1]]}{short[2]}" if short else ""
+        advice = f": write {name!r}" if name in _STORED_AS_IS else ""
+        raise errors.OptionError(
+            f"{dtype_name!r} is not a supported element type{advice}"
+        )
     return dtype_name
 
 

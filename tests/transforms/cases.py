@@ -264,6 +264,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (lambda: assign([("a", "b", "c")]), "assign needs a list of pairs"),
     (lambda: assign({"a": 3}), "replacement of 'a' must be a path"),
     (lambda: cast(".*", None), "cast needs an element type"),
+    (lambda: cast(".*", "bf16"), "not a supported element type: write 'bfloat16'"),
+    (lambda: cast(".*", "FP32"), "not a supported element type: write 'float32'"),
     (lambda: cast(".*", jnp.ones(3)), "got an array float32[3]"),
     (lambda: copy("a", 3), "wanted a pattern and its replacement"),
     (lambda: drop(["a", "b"]), "a pattern must be a regular expression as a str"),
