@@ -42,7 +42,7 @@ def overview(workspace: Workspace, query: Query) -> html.Markup:
 def _show(workspace: Workspace, place: Location) -> html.Markup:
     workspace.feeds.latest(place)  # the first report has a version
     version = workspace.version(place)
-    shown = _sections(workspace, place, content.MOST_STEPS)
+    shown = _render_sections(workspace, place, content.MOST_STEPS, version)
     return frame.render(
         "ui/overview.html", workspace, place, version=version, sections=shown
     )
@@ -51,27 +51,18 @@ def _show(workspace: Workspace, place: Location) -> html.Markup:
 def sections(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the sections on a run as of now; with `all`, all of its steps."""
     place = workspace.places.find(query.text("run"))
-    return _sections(
-        workspace, place, None if query.text("all") else content.MOST_STEPS
-    )
-
-
-def _sections(workspace: Workspace, place: Location, most: int | None) -> html.Markup:
+    most = None if query.text("all") else content.MOST_STEPS
     workspace.feeds.latest(place)  # of which the version tells
-    runs = tuple(workspace.places.runs.values())
-    return _render_sections(workspace, place, most, workspace.version(place), runs)
+    return _render_sections(workspace, place, most, workspace.version(place))
 
 
 @functools.lru_cache(maxsize=8)
 def _render_sections(
-    workspace: Workspace,
-    place: Location,
-    most: int | None,
-    version: str,
-    runs: tuple[Location, ...],
+    workspace: Workspace, place: Location, most: int | None, version: str
 ) -> html.Markup:
     """Returns the sections on a run; renders them once for all who ask of a version."""
     shown = content.describe(workspace.report(place), most)
+    runs = workspace.places.runs.values()
     return templates.render("ui/sections.html", place=place, runs=runs, **shown)
 
 
@@ -87,13 +78,10 @@ def news(workspace: Workspace, query: Query) -> feeds.News:
     """
     workspace.places.look_again()
     workspace.verifications.look_again()
-    verified = workspace.verifications.version
-    if name := query.text("run"):
-        latest = workspace.feeds.news([workspace.places.find(name)])
-        return latest._replace(version=f"{latest.version}.{verified}")
-    latest = workspace.feeds.news(listed(workspace))
-    version = f"{workspace.places.version}.{latest.version}.{verified}"
-    return latest._replace(version=version)
+    name = query.text("run")
+    found = [workspace.places.find(name)] if name else listed(workspace)
+    latest = workspace.feeds.news(found)
+    return latest._replace(version=workspace.complete(latest.version))
 
 
 def table(workspace: Workspace, query: Query) -> html.Markup:

@@ -28,8 +28,11 @@ class Workspace(NamedTuple):
     def version(self, place: Location) -> str:
         """Returns the version of what the views show of a run; grows with its news."""
         snapshot = self.feeds.available(place)
-        number = 0 if snapshot is None else snapshot.version
-        return f"{number}.{self.verifications.version}"
+        return self.complete(str(0 if snapshot is None else snapshot.version))
+
+    def complete(self, version: str) -> str:
+        """Returns the version of news with that of runs and of verifications."""
+        return f"{self.places.version}.{version}.{self.verifications.version}"
 
     def close(self) -> None:
         """Ends the work in the background, after the files that are being read."""
