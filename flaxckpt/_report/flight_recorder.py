@@ -260,17 +260,20 @@ def find_changes(leaves: Sequence[LeafHistory]) -> dict[int, float]:
 
     A norm that is not finite is an infinite change. Each leaf is compared with itself,
     because short saves sample only some of the leaves, and with its last sample of as
-    many values: norms of other samples differ by more than most changes. Without one,
-    it counts as unchanged beside other leaves; alone, its change is unknown.
+    many values: norms of other samples differ by more than most changes. Several saves
+    since that one share the change. Without one, a leaf counts as unchanged beside
+    others; alone, its change is unknown.
     """
     squares: dict[int, tuple[float, float, int]] = {}
     for leaf in leaves:
-        known: dict[int, float] = {}
-        for (then, last), (step, norm) in itertools.pairwise(leaf.norms.items()):
-            known[leaf.sampled[then]] = last
+        known: dict[int, tuple[int, float]] = {}
+        pairs = itertools.pairwise(leaf.norms.items())
+        for at, ((then, last), (step, norm)) in enumerate(pairs):
+            known[leaf.sampled[then]] = at, last
             has_jumped = not last / 2 < norm < 2 * last  # or it is not finite
             is_known = has_jumped or leaf.sampled[step] in known
-            before = last if has_jumped else known.get(leaf.sampled[step], norm)
+            since, before = known.get(leaf.sampled[step], (at, norm))
+            before = last if has_jumped else norm + (before - norm) / (at - since + 1)
             old, new, count = squares.get(step, (0.0, 0.0, 0))
             squares[step] = old + before * before, new + norm * norm, count + is_known
     changes = {}

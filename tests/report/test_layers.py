@@ -130,8 +130,8 @@ def test_layer_is_compared_with_samples_of_as_many_values(tmp_path):
         row["leaves"]["params/part/b"][2] = 0.1 if row["step"] == 1 else 0.2
     statistics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert changes_of(page_of(run)) == {
-        "params/whole": ".0hz",
-        "params/part": "d0hz",  # as if the other leaf had not changed at step 2
+        "params/whole": ".0gz",
+        "params/part": "d0gz",  # as if the other leaf had not changed at step 2
     }
 
 

@@ -27,10 +27,8 @@ _MOST_RUNS = 60
 
 def page(workspace: Workspace, query: Query) -> html.Markup:
     """Returns the first page: all runs, or the only one."""
-    places = workspace.places
-    if places.is_single:
-        (place,) = places.runs.values()
-        return _show(workspace, place)
+    if workspace.places.is_single:
+        return _show(workspace, *workspace.places.runs.values())
     return frame.render("ui/all_runs.html", workspace, None, version="")
 
 
