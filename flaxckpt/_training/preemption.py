@@ -166,17 +166,17 @@ class Preemption:
 
     def _await_tiers(self, notice: Notice) -> str:
         """Waits for copies and uploads in the time left; returns text of what lacks."""
-        checkpointer, lacking = self._checkpointer, ""
-        for wait, text in (
-            (checkpointer.wait_for_copies, ", but not copied to other processes"),
-            (checkpointer.wait_for_uploads, ", but not uploaded"),
+        checkpointer, lacking = self._checkpointer, []
+        for wait, what in (
+            (checkpointer.wait_for_copies, "copied to other processes"),
+            (checkpointer.wait_for_uploads, "uploaded"),
         ):
             try:
                 wait(self._secs_left(notice))
             except errors.CheckpointError as error:
                 _log.warning("%s", error)
-                lacking += text
-        return lacking
+                lacking.append(what)
+        return f", but not {' and not '.join(lacking)}" if lacking else ""
 
     def report(self, step: int, notice: Notice, outcome: str) -> None:
         """Logs the request to stop and its `outcome`, and delivers an event of it."""

@@ -389,19 +389,24 @@ def test_saves_whole_state_if_time_permits(ckpt):
     assert ckpt._session.saves.params_only.latest() is None
 
 
-def test_waits_for_upload_while_time_permits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_waits_for_upload_while_time_permits(tmp_path, monkeypatch, caplog, fails):
     """A local disk may not outlive the machine; several processes upload together."""
     upload = seams.current("upload_copies.make")
 
     def upload_late(*args, **options):
         time.sleep(0.5)
+        if fails:
+            raise OSError("no route to the store")
         return upload(*args, **options)
 
     seams.replace(monkeypatch, "upload_copies.make", upload_late)
     ckpt = flaxckpt.Checkpointer(tmp_path / "run", staging=tmp_path / "ssd")
     stop_with(ckpt, grace_secs=1e9)
+    outcome = "step 3 is saved, but not uploaded" if fails else "step 3 is saved"
+    assert f"SIGTERM: {outcome}; the program exits" in caplog.text
     reader = flaxckpt.Checkpointer(tmp_path / "run", read_only=True)
-    assert reader.steps() == [2, 3]
+    assert reader.steps() == ([] if fails else [2, 3])
 
 
 def test_short_grace_saves_only_parameters_and_warns(ckpt, caplog):
