@@ -23,13 +23,8 @@ class Location(NamedTuple):
     is_run: bool
 
 
-def find(
-    root: Path, known: Mapping[str, Location], *, with_empty: bool = False
-) -> dict[str, Location]:
-    """Returns the runs and checkpoints at or below a path, by name.
-
-    Below it, empty directories are runs only `with_empty`: they may become anything.
-    """
+def find(root: Path, known: Mapping[str, Location]) -> dict[str, Location]:
+    """Returns the runs and checkpoints at or below a path, by name."""
     kind = is_run(root)
     if kind is not None:
         name = root.name or str(root)
@@ -37,7 +32,7 @@ def find(
     if not root.is_dir():
         return {}
     with _storage.paths.listing_cache(root):
-        search = search_below(root, known, with_empty=with_empty)
+        search = search_below(root, known)
         return {place.name: place for place in itertools.islice(search, _MOST_PLACES)}
 
 
@@ -47,7 +42,6 @@ def search_below(
     prefix: str = "",
     depth: int = _DEEPEST,
     most: int | None = None,
-    with_empty: bool = False,
 ) -> Iterator[Location]:
     """Yields the runs and checkpoints below a directory, by name.
 
@@ -63,13 +57,10 @@ def search_below(
             continue
         try:
             kind = None if _formats.is_pointer(child) else is_run(child)
-            if kind is False or (kind and (with_empty or not is_empty(child))):
+            if kind is False or (kind and not is_empty(child)):
                 yield Location(name, child, kind)
             elif kind is None and depth > 1 and child.is_dir():
-                below = f"{name}/"
-                yield from search_below(
-                    child, known, below, depth - 1, with_empty=with_empty
-                )
+                yield from search_below(child, known, f"{name}/", depth - 1)
         except OSError:  # deleted, or not readable
             continue
 

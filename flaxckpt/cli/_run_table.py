@@ -75,7 +75,7 @@ def find_runs(path: str) -> list[Location]:
     """Returns the runs and checkpoints below a directory; empty without any."""
     try:
         root = _formats.follow(_storage.paths.resolve(path))
-        found = _inspect.run_search.find(root, {}, with_empty=True)
+        found = _inspect.run_search.find(root, {})
     except errors.CheckpointError:
         return []
     return [place for place in found.values() if place.path != root]

@@ -265,8 +265,10 @@ def test_ls_sorts_runs_and_says_which_have_no_steps(tmp_path, monkeypatch, comma
     for name, loss, speed in (("a", 1.0, 5.0), ("b", 2.0, 7.0), ("c", 3.0, 6.0)):
         with flaxckpt.Checkpointer(tmp_path / "runs" / name) as run:
             run.save(1, {"w": np.ones(2)}, metrics={"loss": loss, "speed": speed})
-    with flaxckpt.Checkpointer(tmp_path / "runs/new"):
-        pass
+    (tmp_path / "runs/logs").mkdir()  # no run, as on the page
+    with flaxckpt.Checkpointer(tmp_path / "runs/new") as run:
+        run.save(1, {"w": np.ones(2)}).wait()
+        run.delete(1)
     for key, wanted in (
         ("loss", "abc"),
         ("speed", "acb"),
@@ -277,4 +279,5 @@ def test_ls_sorts_runs_and_says_which_have_no_steps(tmp_path, monkeypatch, comma
         assert [row.split()[0] for row in rows if "healthy" in row] == [*wanted]
         assert last.endswith(f"{key}, lowest first") or ":" in key or key == "saved"
         assert any(row.split()[:4] == ["new", "no", "steps", "0"] for row in rows)
+        assert len(rows) == 4
     assert "the metrics are loss, speed" in command.refuses("ls", "runs", "--sort", "x")
