@@ -43,7 +43,7 @@ def flip(file):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Steps 1 and 2 of two processes, of which the run directory has none."""
+    """Step 2 of two processes, after step 1; the run directory has neither."""
     directory = tmp_path_factory.mktemp("parts")
     said = run(directory, ["save", 1], ["save", 2], ["verify", 2], ["steps"])
     assert all(each["save"] == "staging" and each["verify"] for each in said)
@@ -52,6 +52,8 @@ def saved(tmp_path_factory):
     assert flaxckpt.load(directory / "run")["text"] == states.TEXT
     assert not (directory / "run/2/PARTS").exists()
     remove_steps(directory / "run")
+    for index in range(2):  # deleted already, unless the job ended before
+        shutil.rmtree(directory / f"local-{index}/1", ignore_errors=True)
     return directory
 
 
