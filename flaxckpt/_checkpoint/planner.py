@@ -575,7 +575,7 @@ class _Planner:
         """Returns True for a leaf of an optimizer that a new one takes the place of."""
         if self._options.optimizer != "reinit":
             return False
-        return leaf.info.role is not None or is_below(path, self._flat.optimizers)
+        return leaf.info.role is not None or is_in_any(path, self._flat.optimizers)
 
     def _add(self, unused: LeafTable) -> tuple[Set[LeafPath], Set[LeafPath]]:
         """Adds leaves to the state; returns those added, and those without a place."""
@@ -618,8 +618,8 @@ class _Planner:
         )
 
 
-def is_below(path: LeafPath, containers: Collection[LeafPath]) -> bool:
-    return any(path.startswith(f"{each}/") for each in containers)
+def is_in_any(path: LeafPath, containers: Collection[LeafPath]) -> bool:
+    return any(_state.tree.is_inside(path, each) for each in containers)
 
 
 def _leaf_plan(

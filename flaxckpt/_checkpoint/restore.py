@@ -84,7 +84,7 @@ def load(
         optimizer: How to find optimizer leaves: `match` finds leaves by their role
             (transform, field and parameter) if their path has changed, and initializes
             new leaves; `exact` finds leaves by path only; `reinit` initializes the
-            whole optimizer, in the place of that of the checkpoint.
+            whole optimizer; that of the checkpoint is left out.
         types: Your classes that the checkpoint may name, if there is no
             `abstract_state`; classes of optax and Flax are known.
         verify: Whether to compare all values with their checksums. Without, only data
@@ -502,7 +502,7 @@ class Restore:
             if path not in taken
             and leaf.info.kind != "empty"
             and not (self._is_reinit and leaf.info.role)
-            and not planner.is_below(path, replaced)
+            and not planner.is_in_any(path, replaced)
         ]
         return describe_outcomes(self._planned, dropped=len(left))
 

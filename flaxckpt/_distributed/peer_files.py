@@ -68,7 +68,8 @@ def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
     kind = ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
     context = ssl.SSLContext(kind)
     context.check_hostname = False  # the certificate tells who belongs to the job
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # of an authority or not
+    # An authority may have signed it, whose own certificate is not in the file.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_cert_chain(certificate)
     context.load_verify_locations(certificate)
@@ -78,7 +79,7 @@ def tls(certificate: str, *, is_server: bool) -> ssl.SSLContext:
 def check_certificate(certificate: str) -> None:
     """Raises OSError if processes with the certificate could not connect.
 
-    As it has expired, for example, or may be used by servers only.
+    The certificate may have expired, for example, or be for servers only.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server, client = (

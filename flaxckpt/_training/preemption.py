@@ -165,8 +165,8 @@ class Preemption:
         return False
 
     def _await_tiers(self, notice: Notice) -> str:
-        """Waits for copies and uploads in the time left; returns text of what lacks."""
-        checkpointer, lacking = self._checkpointer, []
+        """Waits for copies and uploads in the time left; names those missing."""
+        checkpointer, missing = self._checkpointer, []
         for wait, what in (
             (checkpointer.wait_for_copies, "copied to other processes"),
             (checkpointer.wait_for_uploads, "uploaded"),
@@ -175,8 +175,8 @@ class Preemption:
                 wait(self._secs_left(notice))
             except errors.CheckpointError as error:
                 _log.warning("%s", error)
-                lacking.append(what)
-        return f", but not {' and not '.join(lacking)}" if lacking else ""
+                missing.append(what)
+        return f", but not {' and not '.join(missing)}" if missing else ""
 
     def report(self, step: int, notice: Notice, outcome: str) -> None:
         """Logs the request to stop and its `outcome`, and delivers an event of it."""

@@ -167,6 +167,7 @@ _MOST_NAMED = 12
 def _describe(name: str, report: Report, ranking: RunRanking) -> _Run:
     from flaxckpt import _report
 
+    # The metric of the ranking comes first, as the ranking knows its best.
     first: dict[str | None, MetricValue | None]
     first = {ranking.metric: ranking.find_best(report)}
     newest = report.good[-1] if report.good else None
