@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
@@ -48,12 +48,12 @@ def select_own(
     checksums = [_checksum(info) for info in infos]
     digest = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
-    def describe() -> str:
+    def describe() -> JSON:
         elsewhere = [leaf[0] for leaf in candidates if not _is_here(leaf)]
         each = checksums if len(checksums) <= _MAX_CHECKSUMS else None
-        return json.dumps([operation.what, elsewhere, digest, each])
+        return [operation.what, elsewhere, digest, each]
 
-    what, elsewhere, first_digest, each = json.loads(operation.first("begun", describe))
+    what, elsewhere, first_digest, each = operation.first("begun", describe)
     if operation.is_first:
         return candidates
     if what != operation.what:
@@ -162,14 +162,14 @@ def _lead(
         written = commit.finish_checkpoint(
             snapshot, transaction, files, digests, arrays=arrays
         )
-    operation.first("committed", lambda: str(written.size))
+    operation.first("committed", lambda: written.size)
     return written
 
 
-def _collect(reports: Sequence[str], arrays: commit.WrittenArrays) -> dict[str, str]:
+def _collect(reports: Sequence[Any], arrays: commit.WrittenArrays) -> dict[str, str]:
     """Adds to `arrays` what other processes wrote; returns digests of other files."""
     digests: dict[str, str] = {}
-    for report in map(json.loads, reports[1:]):
+    for report in reports[1:]:
         digests |= report["digests"]
         for item, rows in report["arrays"].items():
             arrays[item].add(_arrays.written.Written.from_json(rows))
@@ -183,14 +183,14 @@ def _follow(
         temporary = snapshot.request.path.parent / operation.first("made", str)
         report = _write_part(snapshot, temporary, previous, operation)
         snapshot.request.cancellation.close()  # process 0 may commit from now on
-        operation.report("written", json.dumps(report))
+        operation.report("written", report)
     except BaseException as error:
         operation.fail(error)
         if isinstance(error, Exception):
             raise operation.outcome() from error
         raise
     # Patient: process 0 commits when all have written, however slow its disk is.
-    size = int(operation.first("committed", str, is_patient=True))
+    size = operation.first("committed", int, is_patient=True)
     manifest = _storage.stamp(snapshot.request.path / _formats.orbax_json.MANIFEST)
     return WrittenFiles(size, commit.linkable_arrays(snapshot, manifest))
 
@@ -257,7 +257,7 @@ def _write_own(
                 report = _write_part(
                     snapshot, transaction.directory, previous, operation
                 )
-                operation.report("written", json.dumps(report))
+                operation.report("written", report)
                 last, parts = _receive(operation)
             marker = _steps.markers.StepParts(operation.index, parts).content()
             written = commit.commit_files(
@@ -267,7 +267,7 @@ def _write_own(
                 before=lambda: operation.exchange("durable"),
             )
         is_committed = True
-        sizes = operation.exchange("committed", str(written.size))
+        sizes = operation.exchange("committed", written.size)
     except BaseException as error:
         operation.fail(error)
         if is_committed and not _is_late(error):  # others have said that they failed
@@ -277,7 +277,7 @@ def _write_own(
         if isinstance(error, Exception):
             raise operation.outcome() from error
         raise
-    return written._replace(size=sum(map(int, sizes)))
+    return written._replace(size=sum(sizes))
 
 
 def _is_late(error: BaseException) -> bool:
@@ -298,7 +298,7 @@ def _write_first(
     digests = _collect(reports, arrays)
     others = {
         name: base64.b64decode(text)
-        for report in map(json.loads, reports[1:])
+        for report in reports[1:]
         for name, text in report["dataset"].items()
     }
     root = transaction.directory
@@ -320,7 +320,7 @@ _Parts: TypeAlias = tuple[dict[str, int], ...]
 
 def _send(operation: Operation, files: Mapping[str, bytes], parts: _Parts) -> None:
     pieces = pack_metadata(files, parts)
-    operation.first("sealed", lambda: str(len(pieces)))
+    operation.first("sealed", lambda: len(pieces))
     for n, piece in enumerate(pieces):
         operation.first(f"sealed.{n}", functools.partial(str, piece))
 
@@ -334,7 +334,7 @@ def pack_metadata(files: Mapping[str, bytes], parts: _Parts) -> list[str]:
 
 
 def _receive(operation: Operation) -> tuple[dict[str, bytes], _Parts]:
-    count = int(operation.first("sealed", str))
+    count = operation.first("sealed", int)
     text = "".join([operation.first(f"sealed.{n}", str) for n in range(count)])
     head, _, rest = zlib.decompress(base64.b64decode(text)).partition(b"\n")
     names, parts = json.loads(head)

@@ -6,7 +6,6 @@ Messages never go through devices: see `_distributed.operation`.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -154,8 +153,7 @@ def broadcast(
     """Returns `compute()` of process 0, as JSON; see `Operation.first`."""
     if operation is None:
         return compute()
-    text = operation.first(stage, lambda: json.dumps(compute()), is_patient=is_patient)
-    return json.loads(text)
+    return operation.first(stage, compute, is_patient=is_patient)
 
 
 def check_same_request(operation: Operation | None, what: str) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from flaxckpt import _storage, _util, errors
 from flaxckpt._distributed import heartbeat, key_value
@@ -35,6 +35,7 @@ from flaxckpt._distributed.messages import (
     Messages,
     failed_processes,
 )
+from flaxckpt._types import JSON
 
 _log = logging.getLogger(__name__)
 
@@ -308,16 +309,16 @@ class Operation:
     def close(self) -> None:
         self._group.end(self, all_reported=self._all_reported)
 
-    # ---- stages ------------------------------------------------------------------
+    # ---- stages: values of JSON, so that tuples become lists ------------------------
 
     def first(
-        self, stage: str, mine: Callable[[], str], *, is_patient: bool = False
-    ) -> str:
-        """Returns a text made by process 0, in all processes. Process 0 does not wait.
+        self, stage: str, mine: Callable[[], JSON], *, is_patient: bool = False
+    ) -> Any:
+        """Returns a value of process 0, in all processes. Process 0 does not wait.
 
         Args:
             stage: The stage.
-            mine: Returns the text; called on process 0.
+            mine: Returns the value; called on process 0.
             is_patient: True to wait as long as process 0 sends heartbeats: it no longer
                 fails if others stop waiting.
 
@@ -325,13 +326,13 @@ class Operation:
             ApartError: Process 0 has failed, is late, or sends no heartbeats.
         """
         if self.is_first:
-            text = mine()
+            text = json.dumps(mine())
             with _service_errors():
                 self._messages.announce(stage, text)
-            return text
-        return self._await(stage, is_patient=is_patient)
+            return json.loads(text)
+        return json.loads(self._await(stage, is_patient=is_patient))
 
-    def report(self, stage: str, mine: str = "") -> None:
+    def report(self, stage: str, mine: JSON = None) -> None:
         """Reports to process 0 that this process has reached a stage.
 
         Raises:
@@ -339,17 +340,17 @@ class Operation:
         """
         if not self.is_first:
             with _service_errors():
-                self._messages.report(stage, mine)
+                self._messages.report(stage, json.dumps(mine))
 
     @_service_errors()
-    def gather(self, stage: str, mine: str = "") -> list[str]:
-        """Waits, as process 0, until all processes have reached a stage.
+    def gather(self, stage: str, mine: JSON = None) -> list[Any]:
+        """Returns, in process 0, what all processes report when they reach a stage.
 
         Raises:
             ApartError: A process has failed or is late. All processes receive the
                 error.
         """
-        reports = {0: mine}
+        reports = {0: json.dumps(mine)}
         begin = time.monotonic()
         deadline = begin + self._timeout_secs
         late: dict[int, Failure] = {}
@@ -386,19 +387,17 @@ class Operation:
             failed = failed_processes(failures)
             self._messages.wait_for_confirmations(reports.keys() - failed - {0})
             raise apart
-        return [reports[process] for process in range(self.count)]
+        return [json.loads(reports[process]) for process in range(self.count)]
 
-    def exchange(self, stage: str, mine: str = "") -> list[str]:
-        """Returns the texts of all processes, in all processes.
+    def exchange(self, stage: str, mine: JSON = None) -> list[Any]:
+        """Returns the values of all processes, in all processes.
 
         Raises:
             ApartError: A process has failed or is late.
         """
         self.report(stage, mine)
-        texts: list[str] = json.loads(
-            self.first(stage, lambda: json.dumps(self.gather(stage, mine)))
-        )
-        return texts
+        values: list[Any] = self.first(stage, lambda: self.gather(stage, mine))
+        return values
 
     def poll_failures(self) -> None:
         """Records failures of other processes; called each second by the heartbeat."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -234,8 +233,9 @@ class Restores:
             )
         if operation is None:
             return own
-        text = json.dumps([type(own).__name__, errors.one_line(own)])
-        found = list(map(json.loads, operation.exchange("no step", text)))
+        found = operation.exchange(
+            "no step", [type(own).__name__, errors.one_line(own)]
+        )
         if len({kind for kind, _ in found}) == 1:
             return own
         rows = [f"process {number}: {why}" for number, (_, why) in enumerate(found)]
@@ -486,10 +486,10 @@ class Restores:
             with contextlib.suppress(OSError):  # an unreadable file proves nothing
                 if path.exists():
                     mine = _checkpoint.verify.find_damage(path, step)
-            told = [json.dumps(mine)]
+            told = [mine]
             if operation is not None:
-                told = operation.exchange("damage", *told)
-        reasons = {n: why for n, text in enumerate(told) if (why := json.loads(text))}
+                told = operation.exchange("damage", mine)
+        reasons = {n: why for n, why in enumerate(told) if why}
         text = "; ".join(f"process {n}: {why}" for n, why in reasons.items())
         try:
             if path.exists():

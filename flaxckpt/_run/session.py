@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -105,8 +104,7 @@ class Session:
         ):
             self.saves.end()
             if operation is not None and self.run.is_in_parts:
-                rows = operation.exchange("there", json.dumps(self.run.has_any()))
-                return any(map(json.loads, rows))
+                return any(operation.exchange("there", self.run.has_any()))
             return bool(
                 _distributed.agreement.broadcast(operation, "there", self.run.has_any)
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import threading
 import time
@@ -122,9 +121,9 @@ class Copier:
         """Tells the others that a step is not copied here."""
         why = "a newer step was saved before"
         with _closing(task.operation):
-            task.operation.report("copied", json.dumps([why, ""]))
+            task.operation.report("copied", [why, ""])
             if task.operation.is_first:
-                task.operation.first("durable", functools.partial(json.dumps, why))
+                task.operation.first("durable", lambda: why)
 
     def _copy(self, task: CopyTask, pace: Pace) -> str | None:
         """Copies the parts of others to this process; returns why that failed."""
@@ -141,17 +140,16 @@ class Copier:
                 fault = "another process has replaced the step"
         except (OSError, ValueError, errors.CheckpointError) as error:
             fault = errors.one_line(error)
-        told = json.dumps([fault, save])
-        operation.report("copied", told)
+        operation.report("copied", [fault, save])
 
         def gather() -> str:
-            rows = [json.loads(row) for row in operation.gather("copied", told)]
+            rows = operation.gather("copied", [fault, save])
             faults = [f"process {n}: {why}" for n, (why, _) in enumerate(rows) if why]
             if not faults and len({save for _, save in rows}) > 1:
                 faults = ["the processes have different saves of it"]
-            return json.dumps("; ".join(faults))
+            return "; ".join(faults)
 
-        fault = json.loads(operation.first("durable", gather, is_patient=True)) or None
+        fault = operation.first("durable", gather, is_patient=True) or None
         if fault is None and parts.identify(sources.path) == save:
             path = sources.path
             with contextlib.suppress(FileNotFoundError):  # just deleted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
-import json
 import logging
 import secrets
 import socket
@@ -165,8 +164,7 @@ class PartTier:
                 or certificates, or one has no failure domain.
         """
         row = [socket.gethostname(), self._meeting, self._options.copies]
-        texts = operation.exchange("host", json.dumps([*row, self._described]))
-        rows = [json.loads(text) for text in texts]
+        rows = operation.exchange("host", [*row, self._described])
         hosts, meetings, copies, certificates = zip(*rows, strict=True)
         _check_equal("staging_copies", copies)
         _check_equal("peer_certificate", certificates)
@@ -185,16 +183,14 @@ class PartTier:
             )
         with self._present() as token:
             mine = [self._server.peer[:3], str(place), token]
-            rows = [
-                json.loads(text) for text in operation.exchange("met", json.dumps(mine))
-            ]
+            rows = operation.exchange("met", mine)
             seen = [
                 process
                 for process, (_, _, name) in enumerate(rows)
                 if (self._root / name).exists()
             ]
-            for text in operation.exchange("seen", json.dumps(seen)):
-                if len(shared := json.loads(text)) > 1:
+            for shared in operation.exchange("seen", seen):
+                if len(shared) > 1:
                     raise errors.OptionError(
                         f"{parts.names_of(shared)} have the same staging directory,"
                         f" such as {self._root}: each process needs its own, such as"
@@ -542,6 +538,8 @@ def _exchange_held(
     if operation is None:
         return [dict(mine)]
     return [
-        {int(step): Held(*row) for step, row in json.loads(text).items()}
-        for text in operation.exchange(stage, json.dumps(mine))
+        {int(step): Held(*row) for step, row in rows.items()}
+        for rows in operation.exchange(
+            stage, {str(step): here for step, here in mine.items()}
+        )
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import functools
 import itertools
-import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -196,28 +195,27 @@ def _copy_parts(
     if (held := find_held(path)) is None or not part_copies.has_metadata(path):
         raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
     files = find_parts(path).files
-    near = earlier and str(earlier)
-    message = json.dumps([path.name, held.save, str(target), near])
+    near = None if earlier is None else str(earlier)
+    message = [path.name, held.save, str(target), near]
     operation.first("next", lambda: message)
-    rows = operation.gather("held", json.dumps(held.parts))
-    sound = [{*json.loads(row)} for row in rows]
+    sound = [{*row} for row in operation.gather("held", held.parts)]
     missing, turn = {*range(len(files))}, 0
     while missing:
         assigned = _assign(path, missing, sound)
-        operation.first(f"copy {turn}", functools.partial(json.dumps, assigned))
+        operation.first(f"copy {turn}", functools.partial(list, assigned))
         try:
             mine = assigned[0]
             damaged = _copy_sound(path, held.save, target, earlier, mine, operation)
-            rows = operation.gather(f"copied {turn}", json.dumps(damaged))
+            rows = operation.gather(f"copied {turn}", damaged)
         except BaseException as error:  # others may still write there
             operation.fail(error, stage=f"copied {turn}")
             raise
         missing = set()
         for process, row in enumerate(rows):
-            sound[process] -= {*json.loads(row)}
-            missing |= {*json.loads(row)}
+            sound[process] -= {*row}
+            missing |= {*row}
         turn += 1
-    operation.first(f"copy {turn}", lambda: "null")
+    operation.first(f"copy {turn}", lambda: None)
     return frozenset(name for part in files for name in part)
 
 
@@ -290,7 +288,7 @@ def _copy_sound(
 
 def tell_uploaded(path: Path, changes: int, operation: Operation) -> None:
     """Tells the other processes how many changes of a step are uploaded, and waits."""
-    message = json.dumps([path.name, identify(path), changes])
+    message = [path.name, identify(path), changes]
     operation.first("next", lambda: message)
     operation.gather("noted")
 
@@ -308,7 +306,7 @@ def help_copy(
         note_uploaded: Called instead, if process 0 tells that changes are uploaded:
             with the step, its save, and the number of its changes.
     """
-    name, save, *texts = json.loads(operation.first("next", str))
+    name, save, *texts = operation.first("next", str)
     path = staging / str(name)
     if len(texts) == 1:
         note_uploaded(path, save, *texts)
@@ -317,14 +315,14 @@ def help_copy(
     target, earlier = (text and _storage.paths.resolve(text) for text in texts)
     held = find_held(path)
     is_same = held is not None and held.save == save
-    operation.report("held", json.dumps(held.parts if held and is_same else ()))
+    operation.report("held", held.parts if held and is_same else ())
     for turn in itertools.count():
-        assigned = json.loads(operation.first(f"copy {turn}", str))
+        assigned = operation.first(f"copy {turn}", str)
         if assigned is None:
             break
         mine = assigned[operation.index]
         damaged = _copy_sound(path, save, target, earlier, mine, operation)
-        operation.report(f"copied {turn}", json.dumps(damaged))
+        operation.report(f"copied {turn}", damaged)
     operation.first("committed", str, is_patient=True)
 
 
