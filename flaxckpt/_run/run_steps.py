@@ -319,9 +319,14 @@ class RunSteps:
             used = ", ".join(map(str, self.rules.keep))
             reason = f"pruned, not kept by {used or 'any policy'}"
         for step in deleted:
-            path = self.saves_in / self.format.name(step)
-            self.events.emit("deleted", step, path=path, reason=reason)
+            if not self.is_uploaded(step):
+                path = self.saves_in / self.format.name(step)
+                self.events.emit("deleted", step, path=path, reason=reason)
         return deleted
+
+    def is_uploaded(self, step: int) -> bool:
+        """Returns True if a step that leaves `saves_in` stays in the run directory."""
+        return False
 
     def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
         """Deletes parts of steps that process 0 deleted or lacks; logs failures.

@@ -6,6 +6,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import flaxckpt
 from flaxckpt.policies import BestN, LatestN
@@ -15,11 +16,18 @@ from tests.helpers import faulty_store as faulty
 STATE = {"w": jnp.arange(4.0)}
 
 
-def make(path, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
+@pytest.fixture(params=["", "staging"])
+def staging(request, tmp_path_factory):
+    """Steps are in the run directory alone, or before in another one, too."""
+    return tmp_path_factory.mktemp("ssd") / "run" if request.param else None
+
+
+def make(path, staging=None, losses=(0.9, 0.3, 0.5, 0.6, 0.7)):
     keep = [LatestN(2), BestN(1, "loss", "min")]
-    with flaxckpt.Checkpointer(path, keep=keep) as ckpt:
+    with flaxckpt.Checkpointer(path, keep=keep, staging=staging) as ckpt:
         for number, loss in enumerate(losses, 1):
             ckpt.save(100 * number, STATE, metrics={"loss": loss}).wait()
+            ckpt.wait_for_uploads()
 
 
 def explain(path, step, code=0):
@@ -72,12 +80,13 @@ def test_history_keeps_deleted_steps(tmp_path):
     assert steps[0]["reason"] == "no policy keeps it"
 
 
-def test_explains_deletion_by_choice_of_each_policy(tmp_path):
-    make(tmp_path)
+def test_explains_deletion_by_choice_of_each_policy(tmp_path, staging):
+    make(tmp_path, staging)
     best = "BestN(1, 'loss', 'min')"
     found = explain(tmp_path, 300)
     assert chosen(found) == [("LatestN(2)", [400, 500]), (best, [200])]
     assert [verdict["metric"] for verdict in found["verdicts"]] == [None, "loss"]
+    assert chosen(explain(tmp_path, 100)) == [("LatestN(2)", [200, 300]), (best, [200])]
     assert explain(tmp_path, 500)["verdicts"] == []
 
 
@@ -89,12 +98,13 @@ def test_explains_deletion_by_policies_of_its_time(tmp_path):
     assert chosen(explain(tmp_path, 200)) == [("LatestN(1)", [600])]
 
 
-def test_history_uses_last_save_of_step(tmp_path):
-    with flaxckpt.Checkpointer(tmp_path) as ckpt:
+def test_history_uses_last_save_of_step(tmp_path, staging):
+    with flaxckpt.Checkpointer(tmp_path, staging=staging) as ckpt:
         ckpt.save(1, STATE, metrics={"loss": 1.0}).wait()
         ckpt.save(1, STATE, metrics={"loss": 2.0}, on_exists="overwrite").wait()
         ckpt.add_metrics(1, {"acc": 0.5})
         ckpt.save(2, STATE).wait()
+        ckpt.wait_for_uploads()
         ckpt.delete(2)
     one, two = history(tmp_path, 1, 2)
     assert one["metrics"] == {"loss": 2.0, "acc": 0.5}
@@ -102,8 +112,8 @@ def test_history_uses_last_save_of_step(tmp_path):
     assert two["reason"] == "deleted on request"
 
 
-def test_unrecorded_deletion_has_no_time_and_no_reason(tmp_path):
-    make(tmp_path)
+def test_unrecorded_deletion_has_no_time_and_no_reason(tmp_path, staging):
+    make(tmp_path, staging)
     shutil.rmtree(tmp_path / "400")
     gone = explain(tmp_path, 400)
     assert (gone["deleted"], gone["reason"], gone["verdicts"]) == ("NaN", None, [])

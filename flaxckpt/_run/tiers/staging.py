@@ -428,6 +428,11 @@ class StagedSteps(run_steps.RunSteps):
         except errors.CheckpointNotFoundError:
             if _util.job.is_first():
                 raise  # others may lack a part of it
+        if _util.job.is_first():
+            self.uploads.copy_journal()
+
+    def is_uploaded(self, step: int) -> bool:
+        return step in self.uploads.last_listed
 
     def has_pending_uploads(self) -> bool:
         return bool(self.uploads.pending())
@@ -521,4 +526,5 @@ class StagedSteps(run_steps.RunSteps):
         with self.uploads.step_lock.get():
             if not self.uploads.changed():
                 deleted |= {*self.uploads.delete_unkept()}
+        self.uploads.copy_journal()
         return tuple(sorted(deleted - self.paths().keys()))

@@ -370,7 +370,10 @@ class Uploads:
                 step, path = pending
                 try:
                     self._upload(step, path, is_begin=is_begin)
-                    self._retire()
+                    try:
+                        self._retire()
+                    finally:
+                        self.copy_journal()
                 except Exception as error:
                     turn.failures[step] = error
                     if self._report_failure(step, path, error):
@@ -442,7 +445,6 @@ class Uploads:
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
                 self._unretired = step, path
             self._settle(path, final, marker, is_new=not is_there)
-            self._copy_journal()
 
     def _inherit_pin(self, path: Path, final: Path) -> None:
         """Pins a step that replaces a pinned one.
@@ -601,21 +603,26 @@ class Uploads:
             for item in sorted(deleted - _deleted_items(final)):
                 edit.delete_item(final, item)
 
-    def _copy_journal(self) -> None:
+    def copy_journal(self) -> None:
         """Writes the journal, statistics and run metadata to the run directory."""
-        try:
-            for name in (_steps.journal.NAME, _steps.journal.STATISTICS):
-                journal, there = self._staging / name, self._directory / name
-                _steps.journal.append_new_lines(journal, there, self._mode)
-            custom = _formats.native_metadata.read_run_metadata(self._staging)
-            if custom and custom != _formats.native_metadata.read_run_metadata(
-                self._directory
-            ):
-                _formats.native_metadata.write_run_metadata(
-                    self._directory, custom, mode=self._mode
+        with self.step_lock.get():
+            try:
+                for name in (_steps.journal.NAME, _steps.journal.STATISTICS):
+                    journal, there = self._staging / name, self._directory / name
+                    _steps.journal.append_new_lines(journal, there, self._mode)
+                self._copy_metadata()
+            except OSError as error:
+                _log.warning(
+                    "cannot copy the journal to %s: %s", self._directory, error
                 )
-        except OSError as error:
-            _log.warning("cannot copy the journal to %s: %s", self._directory, error)
+
+    def _copy_metadata(self) -> None:
+        read = _formats.native_metadata.read_run_metadata
+        custom = read(self._staging)
+        if custom and custom != read(self._directory):
+            _formats.native_metadata.write_run_metadata(
+                self._directory, custom, mode=self._mode
+            )
 
 
 def _deleted_items(path: Path) -> frozenset[str]:
