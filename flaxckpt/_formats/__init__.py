@@ -361,8 +361,8 @@ def _describe_unsupported(path: Path) -> str | None:
         or ".data-" in path.suffix
     ):
         return _TENSORFLOW_CHECKPOINT
-    if start.startswith(_signatures.LFS):
-        return _signatures.OF_LFS
+    if stand_in := _signatures.describe_stand_in(start):
+        return stand_in
     if start[:1] == b"\x80" and b"\x02" <= start[1:2] <= b"\x05":
         if path.suffix in _OF_TORCH:
             return f"a file of torch, a pickle. {_ABOUT_TORCH}"

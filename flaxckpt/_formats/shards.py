@@ -36,8 +36,8 @@ def read_index(index_file: Path) -> ShardIndex:
         text = _storage.of(index_file).read(
             index_file, max_bytes=header.MAX_HEADER_BYTES
         )
-        if text.startswith(signatures.LFS):
-            raise errors.CheckpointFormatError(f"{index_file} is {signatures.OF_LFS}")
+        if stand_in := signatures.describe_stand_in(text):
+            raise errors.CheckpointFormatError(f"{index_file} is {stand_in}")
         return header.parse_index(text, _suffix(index_file))
     except errors.CheckpointFormatError:
         raise

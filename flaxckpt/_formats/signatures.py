@@ -8,10 +8,9 @@ from pathlib import Path
 from flaxckpt import _storage, errors
 from flaxckpt._formats.msgpack import scanner
 
-LFS = b"version https://git-lfs"
-"""Beginning of a Git LFS pointer, which takes the place of a file not downloaded."""
+_LFS = b"version https://git-lfs"
 
-OF_LFS = "a Git LFS pointer, not the file itself: run git lfs pull there"
+_PAGES = (b"<!doctype html", b"<html", b"<?xml")
 
 ARRAY = b"\x93NUMPY"
 """Beginning of a `.npy` file."""
@@ -32,6 +31,22 @@ def read_start(path: Path, count: int = 64) -> bytes:
         raise
     except OSError:
         return b""
+
+
+def describe_stand_in(start: bytes) -> str | None:
+    """Describes what takes the place of a file that was not downloaded; else None.
+
+    Args:
+        start: The first bytes of the file.
+    """
+    if start.startswith(_LFS):
+        return "a Git LFS pointer, not the file itself: run git lfs pull there"
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_PAGES):
+        return (
+            "a web page, not the file itself: it may say why the download failed, such"
+            " as a wrong address or a missing login. Read it, and download again"
+        )
+    return None
 
 
 def is_archive_of_arrays(path: Path) -> bool:

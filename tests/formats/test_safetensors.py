@@ -276,14 +276,30 @@ def test_detects_format_by_content_not_suffix(tmp_path):
         flaxckpt.load(path)
 
 
+LFS = "version https://git-lfs.github.com/spec/v1\noid ab\n"
+PAGE = "\n<!DOCTYPE html>\n<html><title>Log in</title></html>" + 500 * " "
+
+
 @pytest.mark.parametrize("is_directory", [True, False])
+@pytest.mark.parametrize(
+    ("text", "advice"), [(LFS, "run git lfs pull"), (PAGE, "is a web page, not the fi")]
+)
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "checkpoint_3", "model.safetensors.index.json"]
 )
-def test_error_for_an_lfs_pointer_advises_git_lfs_pull(tmp_path, name, is_directory):
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid ab\n")
+def test_error_for_what_stands_in_for_a_file_says_what_to_do(
+    tmp_path, name, text, advice, is_directory
+):
+    (tmp_path / name).write_text(text)
     path = tmp_path if is_directory and name != "checkpoint_3" else tmp_path / name
-    with pytest.raises(errors.CheckpointFormatError, match="run git lfs pull"):
+    with pytest.raises(errors.CheckpointFormatError, match=advice):
+        flaxckpt.load(path)
+
+
+def test_error_for_an_answer_in_place_of_a_file_shows_it(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("Entry not found\n")
+    with pytest.raises(errors.DamagedCheckpointError, match="'Entry not found'; get"):
         flaxckpt.load(path)
 
 

@@ -46,8 +46,9 @@ def describe_ambiguity(directory: Path) -> str | None:
 
 def _is_something_else(path: Path, start: bytes) -> bool:
     """Returns True if a file begins like a file of another format."""
-    others = (signatures.LFS, signatures.ARCHIVE, b"\x80\x02", b"\x80\x04")
-    return start.startswith(others) or signatures.is_msgpack(path)
+    others = (signatures.ARCHIVE, b"\x80\x02", b"\x80\x04")
+    is_stand_in = signatures.describe_stand_in(start) is not None
+    return is_stand_in or start.startswith(others) or signatures.is_msgpack(path)
 
 
 def find_main_file(directory: Path) -> Path | None:

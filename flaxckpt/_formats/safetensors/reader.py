@@ -112,6 +112,10 @@ def _leaf_table(
     return table
 
 
+_TEXT_BYTES = 56
+"""Bytes to show of text that a server has sent in place of a file."""
+
+
 # ---- files ------------------------------------------------------------------------
 
 
@@ -144,13 +148,14 @@ def _header_text(path: Path) -> tuple[bytes, int]:
     with _storage.of(path).open_file(path) as file:
         file_size = os.fstat(file.fileno()).st_size
         start = file.read(8)
-        if (
-            start == signatures.LFS[:8]
-            and start + file.read(len(signatures.LFS) - 8) == signatures.LFS
-        ):
-            raise errors.CheckpointFormatError(f"{path} is {signatures.OF_LFS}")
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > file_size - 8:
+            start += file.read(_TEXT_BYTES)
+            if stand_in := signatures.describe_stand_in(start):
+                raise errors.CheckpointFormatError(f"{path} is {stand_in}")
+            line = start.strip().partition(b"\n")[0]
+            if line and line.isascii() and (words := line.decode()).isprintable():
+                raise ValueError(f"wanted a header, found text that begins {words!r}")
             raise ValueError(
                 f"wanted a header of {length} bytes, found a file of {file_size}"
             )
