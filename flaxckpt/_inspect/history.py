@@ -230,6 +230,7 @@ def explain_deletions(
     """
     verdicts: dict[int, tuple[Verdict, ...]] = {}
     journal = _Journal()
+    together: dict[int, SavedStep] = {}  # deleted by one decision
     keep: Sequence[PreservationPolicy] = ()
     damaged_since = _damaged_since(listing)
     damaged: set[int | None] = set()  # steps marked by the journal at the time
@@ -240,18 +241,23 @@ def explain_deletions(
         number = event.step
         if number is None:
             continue
+        by_policies = event.details.get("reason") == _steps.event.NOT_KEPT
+        if event.kind != "deleted" or not by_policies:
+            together.clear()
         if event.kind == "deleted":
             verdicts.pop(number, None)
-            if keep and event.details.get("reason") == _steps.event.NOT_KEPT:
+            if keep and by_policies:
                 there = [
                     step
-                    for step in journal.steps().values()
+                    for step in (journal.steps() | together).values()
                     if step.exists
                     and step.step not in damaged
                     and damaged_since.get(step.step, math.inf) > event.time
                 ]
                 found = [_verdict(policy, there) for policy in keep]
                 verdicts[number] = tuple(v for v in found if number not in v.kept)
+                if number in (steps := journal.steps()):
+                    together[number] = steps[number]
         if event.kind == "found_damaged":
             damaged.add(number)
         elif event.kind in ("found_good", "committed"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxckpt
-from flaxckpt.policies import BestN, LatestN
+from flaxckpt.policies import BestN, LatestDuration, LatestN
 from tests.helpers import command_line
 from tests.helpers import faulty_store as faulty
 
@@ -96,6 +97,17 @@ def test_explains_deletion_by_policies_of_its_time(tmp_path):
         ckpt.save(600, STATE)
     assert len(explain(tmp_path, 300)["verdicts"]) == 2
     assert chosen(explain(tmp_path, 200)) == [("LatestN(1)", [600])]
+
+
+def test_explains_steps_deleted_together_by_what_was_there(tmp_path, monkeypatch):
+    keep = [LatestDuration(5)]
+    with flaxckpt.Checkpointer(tmp_path, keep=keep) as ckpt:
+        for step in range(1, 5):  # of three, the last two gaps show no age
+            monkeypatch.setattr(time, "time", lambda step=step: 1000.0 + 10 * step)
+            ckpt.save(step, STATE).wait()
+        assert ckpt.steps() == [4]
+    verdict = [("LatestDuration(5)", [4])]
+    assert [*map(chosen, history(tmp_path, 1, 2, 3))] == [verdict] * 3
 
 
 def test_history_uses_last_save_of_step(tmp_path, staging):
