@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 
 import jax
@@ -55,6 +56,16 @@ def find_misfit(wanted: LeafInfo, found: LeafInfo) -> Mismatch | None:
         text = f"{wanted} sharded as {wanted.spec}, which does not divide it"
         return Mismatch(wanted.path, text, str(found), advice=_ADVICE_ON_SHARDING)
     return None
+
+
+def fits_reshaped(wanted: LeafInfo, found: LeafInfo) -> bool:
+    """Returns True if only axes of size 1 keep `found` from being restored."""
+    both = (wanted, found)
+    if not all(info.kind in ("array", "scalar") for info in both):
+        return False
+    shapes = {tuple(size for size in info.shape if size != 1) for info in both}
+    reshaped = dataclasses.replace(found, shape=wanted.shape, kind="array")
+    return len(shapes) == 1 and _fits(wanted, reshaped)
 
 
 def find_lack_of_devices(wanted: LeafInfo, found: LeafInfo | None) -> Mismatch | None:

@@ -207,6 +207,11 @@ def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
             "Pass a state with only the leaves of the checkpoint, or a state with"
             ' values and missing="init" to keep them.'
         )
+    if reshapes := _find_reshapes(planned):
+        code = ", ".join(
+            [f'reshape(r"{re.escape(path)}", {shape})' for path, shape in reshapes]
+        )
+        return f"These shapes differ in axes of size 1: pass {argument}=[{code}]."
     if drops := _find_drops(planned):
         code = ", ".join([f'drop(r"{pattern}")' for pattern in drops])
         return (
@@ -221,6 +226,23 @@ def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
         " integers are only widened, unless cast(pattern, dtype, lossy=True) narrows"
         " them."
     )
+
+
+def _find_reshapes(planned: RestorePlan) -> Sequence[tuple[LeafPath, tuple[int, ...]]]:
+    """Returns parameters with the shapes to give them, if nothing else is wrong.
+
+    Moments follow; none if there are many.
+    """
+    found = []
+    for problem in planned.problems:
+        leaf = planned.leaves[problem.leaf]
+        if leaf.wanted is None or leaf.found is None:
+            return ()
+        if not mismatch.fits_reshaped(leaf.wanted, leaf.found):
+            return ()
+        if not mirrors.is_optimizer_leaf(problem.leaf, leaf.wanted):
+            found.append((problem.leaf, leaf.wanted.shape))
+    return found if len(found) <= _NAMED else ()
 
 
 def _find_drops(planned: RestorePlan) -> tuple[str, ...]:

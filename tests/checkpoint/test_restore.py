@@ -194,6 +194,29 @@ def test_error_suggests_where_to_nest_state(tmp_path):
     strategies.assert_same((params,), flaxckpt.load(tmp_path / "pair", (params,)))
 
 
+@pytest.mark.parametrize(
+    ("saved", "wanted", "shape"),
+    [
+        (jnp.float32(2), jnp.zeros(1), (1,)),
+        (jnp.full(1, 2.0), jnp.float32(0), ()),
+        (np.full((1, 3, 1), 2.0), jnp.zeros((3, 1)), (3, 1)),
+        (np.full(1, 2), 0, ()),
+    ],
+)
+def test_error_shows_how_to_reshape_axes_of_size_one(tmp_path, saved, wanted, shape):
+    def begin(scale):
+        params = {"log.scale": scale, "w": jnp.ones(2)}
+        return {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+
+    flaxckpt.save(tmp_path / "c", begin(saved))
+    code = f'reshape(r"params/log\\.scale", {shape})'
+    with pytest.raises(errors.RestoreMismatchError, match=re.escape(f"=[{code}].")):
+        flaxckpt.load(tmp_path / "c", begin(wanted))
+    reshape = transforms.reshape(r"params/log\.scale", shape)
+    found = flaxckpt.load(tmp_path / "c", begin(wanted), transforms=[reshape])
+    assert found["params"]["log.scale"] == pytest.approx(2 * np.ones(shape))
+
+
 def layers(count=10):
     return {
         f"layer_{i}": {
