@@ -197,6 +197,30 @@ def real(path: Path) -> str:
     return str(path) if is_remote(path) else os.path.realpath(path)
 
 
+def overlap(one: Path, other: Path) -> bool:
+    """Returns True if two directories are one, or one contains the other.
+
+    Links are followed, and a directory that is mounted twice is one.
+    """
+    if is_remote(one) or is_remote(other):
+        return one == other or one in other.parents or other in one.parents
+    paths = Path(real(one)), Path(real(other))
+    first, second = map(_identify, paths)
+    return any(
+        place in map(_identify, (path, *path.parents))
+        for place, path in zip((second, first), paths, strict=True)
+    )
+
+
+def _identify(path: Path) -> tuple[object, object]:
+    """Returns what no other directory has; by its parent, if it cannot be found."""
+    try:
+        status = path.stat()
+    except OSError:
+        return _identify(path.parent), path.name
+    return status.st_dev, status.st_ino
+
+
 def is_remote(path: object) -> TypeGuard[RemotePath]:
     return isinstance(path, RemotePath)
 

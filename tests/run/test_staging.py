@@ -926,12 +926,16 @@ def test_acknowledged_steps_survive_kill_at_any_moment(
 
 
 def test_rejects_invalid_staging(tmp_path):
-    run = tmp_path / "run"
+    run, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(tmp_path)
     for staging, why in (
         ("memory://x/y", "on this machine"),
         (run, "separate directories"),
         (run / "ssd", "separate directories"),
         (tmp_path, "separate directories"),
+        (link, "separate directories"),
+        (link / "run", "separate directories"),
+        (link / "run/ssd", "separate directories"),
     ):
         with pytest.raises(errors.OptionError, match=why):
             flaxckpt.Checkpointer(run, staging=staging)

@@ -121,7 +121,7 @@ def _resolve(staging: Staging, directory: Path) -> Path:
             f"staging must be a directory on this machine, got {path}: pass the path"
             " of a fast disk"
         )
-    if path == directory or path in directory.parents or directory in path.parents:
+    if _storage.paths.overlap(path, directory):
         raise errors.OptionError(
             f"staging={path} and {directory} must be separate directories; neither may"
             " contain the other"
