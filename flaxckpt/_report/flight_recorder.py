@@ -42,7 +42,7 @@ def judge(report: Report) -> RunVerdict:
     is_bad = bool(found)
     if not report.steps:
         found.insert(0, "no step is left" if report.history else "no steps yet")
-    good = "healthy" if is_verified else "healthy as far as looked at"
+    good = "healthy" if is_verified else "healthy so far"
     found = found or [good if report.is_run else "no damage is known"]
     found += filter(None, [report.notes.get("journal")])
     if count := len(find_resumes(report)):

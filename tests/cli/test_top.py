@@ -15,7 +15,7 @@ from tests.helpers import report_runs
 
 def test_shows_healthy_run_once_without_terminal(here, command):
     lines = command.text("top", "run")
-    assert lines[0] == "run  ● Healthy as far as looked at, last 2 at step 300 (loss)."
+    assert lines[0] == "run  ● Healthy so far, last 2 at step 300 (loss)."
     shown = dict(line.split(maxsplit=1) for line in lines[1:])
     assert shown["newest"].startswith("step 300, saved ")
     assert shown["loss"] == "█▁▅  3 → 2"

@@ -60,7 +60,7 @@ ODD = {
     "deleted steps": (delete_steps, "No step is left."),
     "one step": (
         lambda root: run_of(root, {5: {"m": 1.0}}),
-        "Healthy as far as looked at, last 1 at step 5 (m).",
+        "Healthy so far, last 1 at step 5 (m).",
     ),
     "no metrics": (
         lambda root: run_of(root, {1: {}, 2: {}}),

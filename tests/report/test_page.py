@@ -963,7 +963,7 @@ def test_verdict_counts_torn_lines_of_journal(run):
 def test_verdict_is_good_only_after_every_byte_was_read(run):
     looked_at = verdict(gather(run))
     assert looked_at.state == "unverified"
-    assert looked_at.text.startswith("Healthy as far as looked at, ")
+    assert looked_at.text.startswith("Healthy so far, ")
     assert "flaxckpt verify checks every byte" in _text(_report.page(gather(run)))
     verified = verdict(gather(run, verify=True))
     assert (verified.state, verified.text[:9]) == ("good", "Healthy, ")
@@ -972,13 +972,10 @@ def test_verdict_is_good_only_after_every_byte_was_read(run):
 def test_verdict_on_healthy_run_names_best_step(run, tmp_path):
     assert verdict(gather(run)) == (
         "unverified",
-        "Healthy as far as looked at, best 0.3 at step 50 (eval/loss).",
+        "Healthy so far, best 0.3 at step 50 (eval/loss).",
     )
     found = gather(run, keep=[])
-    assert (
-        verdict(found).text
-        == "Healthy as far as looked at, last 0.52 at step 80 (eval/loss)."
-    )
+    assert verdict(found).text == "Healthy so far, last 0.52 at step 80 (eval/loss)."
     flaxckpt.Checkpointer(tmp_path / "new").close()
     assert verdict(gather(tmp_path / "new")) == ("idle", "No steps yet.")
 
@@ -1011,9 +1008,7 @@ def test_verdict_counts_restarts_followed_by_saves(run):
     found = gather(run)
     resumes = _report.flight_recorder.find_resumes(found)
     assert [(r.stopped, r.step) for r in resumes] == [(80, 80), (90, 90)]
-    assert verdict(found).text.startswith(
-        "Healthy as far as looked at, resumed twice, best 0.3"
-    )
+    assert verdict(found).text.startswith("Healthy so far, resumed twice, best 0.3")
     events = charts_of(_report.page(found))["events"]
     kinds = ("stopped", "resumed")
     assert [e[:2] for e in events] == [[n, kind] for n in (80, 90) for kind in kinds]
@@ -1062,9 +1057,7 @@ def test_diverged_run_continues_from_last_remaining_finite_step(tmp_path):
             again.delete(step)
         again.save(2, {"w": np.ones(2)}, metrics={"loss": 0.3})
     found = gather(tmp_path / "run")
-    assert verdict(found).text.startswith(
-        "Healthy as far as looked at, best 0.5 at step 1"
-    )
+    assert verdict(found).text.startswith("Healthy so far, best 0.5 at step 1")
     assert _report.flight_recorder.choose_step(found) == 2
 
 

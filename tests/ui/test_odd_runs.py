@@ -76,7 +76,7 @@ def test_page_shows_hundred_runs(browser, served, width):  # noqa: F811
         ("a-damaged-journal", "has no event that can be read"),
         (
             "a-damaged-journal",
-            "Healthy as far as looked at, its journal cannot be read, last 0.5 at",
+            "Healthy so far, its journal cannot be read, last 0.5 at",
         ),
         ("b" * 250, "Healthy"),
         (LONG, "Healthy"),
