@@ -12,7 +12,7 @@ pages may set on other elements as well:
 
 | mark | effect |
 |---|---|
-| `<title>` in an SVG mark, `data-tip` on any element | the text beside the pointer |
+| `data-tip` | the text beside the pointer |
 | `[data-charts]`, `[data-draw]` | the data of the page, and where `charts.js` draws them |
 | `tr[data-step]` | a pointer on the row shows the step in all curves; hidden outside of the chosen steps |
 | `button[data-action=expand]` | shows all rows of its `.table` without a box |

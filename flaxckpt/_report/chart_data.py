@@ -6,6 +6,7 @@ Nothing in them is markup; the filter `tojson` fits them into a page.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import operator
 import os
@@ -35,10 +36,10 @@ def chart_data(report: Report) -> dict[str, JSON]:
 
     Returns:
         `metrics`: of each metric its name, mode, steps `x` and values `y`; None is not
-        finite. `steps`: of each step that was ever saved, `x` and its `state`, a letter
-        of `_letter`, and `why` some were deleted. `saves`: steps, seconds blocked and
-        in the background. `events`: step, kind and text. `layers`: the heat map, or
-        None.
+        finite. `steps`: of each step that was ever saved, `x`, its time `t`, its
+        `state`, a letter of `_letter`, and `why` some were deleted. `saves`: steps,
+        seconds blocked and in the background. `events`: step, kind and text. `layers`:
+        the heat map, or None.
     """
     return {
         "metrics": [curve(*each) for each in [*report.drawn.items()][:MOST_METRICS]],
@@ -124,10 +125,22 @@ def _steps(report: Report) -> dict[str, JSON]:
         for s in report.history
     ]
     return {
-        "x": [saved.step for saved in report.history],
+        "x": (steps := [saved.step for saved in report.history]),
+        "t": _times(report, steps),
         "state": "".join(states),
         "why": _reasons(report),
     }
+
+
+def _times(report: Report, steps: Iterable[int]) -> list[JSON]:
+    """Returns the milliseconds from the first save of a run to ascending steps.
+
+    No step is before an earlier one: a run that went back left newer steps.
+    """
+    saved = {each.step: each.saved for each in report.history if each.saved}
+    first = min(saved.values(), default=0.0)
+    times = (round(1e3 * (saved.get(step, first) - first)) for step in steps)
+    return [*itertools.accumulate(times, max)]
 
 
 def _reasons(report: Report) -> dict[str, JSON]:
@@ -214,13 +227,15 @@ def draw_runs(
         report = reports[run]
         return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
 
+    def draw(run: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
+        line = curve(run, points)
+        steps = [point.step for point in _thin(points)]
+        return line | {"live": is_live(run), "t": _times(reports[run], steps)}
+
     drawn = [
         {
             "name": errors.printable(name),
-            "lines": [
-                curve(run, values) | {"live": is_live(run)}
-                for run, values in lines.items()
-            ],
+            "lines": [draw(run, values) for run, values in lines.items()],
         }
         for name, lines in metrics.items()
     ]

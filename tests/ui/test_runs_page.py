@@ -316,3 +316,29 @@ def test_click_on_row_or_curve_opens_run(opened):
             break
     page.mouse.click(box["x"] + 2, y)
     page.wait_for_url(f"**/run?run={found[1]}")
+
+
+def test_pointer_reads_each_run_at_its_nearest_step_or_time(browser, tmp_path):  # noqa: F811
+    for name, steps in (("tens", (10, 20, 30)), ("others", (12, 21, 29))):
+        with flaxckpt.Checkpointer(tmp_path / name) as run:
+            for step in steps:
+                run.save(step, {"w": np.full(3, step)}, metrics={"loss": float(step)})
+    with serving(tmp_path) as served:
+        opened = Page(browser, served)
+        page = opened.page
+        expect(page.locator("#all-runs tr[data-run]")).to_have_count(2)
+        curve = page.locator("figure[data-metric=loss] .u-over")
+        tip = page.locator(".tip")
+        curve.hover()
+        expect(tip).to_contain_text("loss, step 20")
+        expect(tip).to_contain_text("tens: 20")
+        expect(tip).to_contain_text("others: 21 at step 21")
+        page.mouse.move(1, 1)
+        page.select_option("#metrics select", label="time")
+        expect(page).to_have_url(re.compile("#axis=time$"))
+        curve.hover(position={"x": 1, "y": 40})
+        expect(tip).to_contain_text("loss, after 0 ms")
+        expect(tip).to_contain_text("tens: 10 at step 10")
+        expect(tip).to_contain_text("others: 12 at step 12")
+        assert opened.is_quiet, opened.messages
+        opened.context.close()

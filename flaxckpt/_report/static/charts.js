@@ -65,7 +65,7 @@
 
   // ---- what the reader has set --------------------------------------------------------
 
-  const view = { range: null, smooth: 0, log: new Map(), hidden: new Set(), open: new Set() };
+  const view = { range: null, isTime: false, smooth: 0, log: new Map(), hidden: new Set(), open: new Set() };
   // What the page describes.
   let data = null;
   // All its steps, ascending.
@@ -76,14 +76,60 @@
   let drawn = [];
 
   const shownRange = () => view.range ?? extent;
+
+  // ---- the axis: steps, or the time since the first save ------------------------------
+
+  // Milliseconds; a count of one unit is small, but not below 2 from minutes on.
+  const TIMES = [[864e5, " d"], [36e5, " h"], [6e4, " min"], [1e3, " s"], [1, " ms"]];
+  const timeUnit = (time) => TIMES.find(([size]) => time >= (size > 1e3 ? 2 : 1) * size) ?? TIMES[4];
+
+  function duration(secs) {
+    const [size, unit] = timeUnit(1e3 * secs);
+    return Number((1e3 * secs / size).toPrecision(3)) + unit;
+  }
+
+  // Several runs have several times at a step: their lines are over times then.
+  const isOverTimes = () => view.isTime && data.runs;
+  const count = (step) => (isOverTimes() ? duration(step / 1e3) : whole(step));
+  const shownStep = (step) => (isOverTimes() ? "after " : "step ") + count(step);
+  const rangeText = () => (view.range
+    ? (isOverTimes() ? "" : "steps ") + view.range.map(count).join(" to ") : "all steps");
+
+  // Maps a value as an ascending list leads to another, linearly between entries.
+  function lead(from, to, value) {
+    let [low, high] = [0, from.length - 1];
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (from[middle] > value) high = middle;
+      else low = middle;
+    }
+    return to[low] + (value - from[low]) * (to[high] - to[low]) / (from[high] - from[low] || 1);
+  }
+
+  // Where a step is on the axis of a run, and what step is at a place.
+  const warp = (from, to) => (at) => (
+    view.isTime && data.steps ? lead(data.steps[from], data.steps[to], at) : at);
+  const onAxis = warp("x", "t");
+  const toStep = warp("t", "x");
+
+  // Returns the places of an axis in the shown range, all in one unit, with their texts.
+  function ticks(width) {
+    const [first, last] = shownRange().map(onAxis);
+    const [unit, sign] = view.isTime ? timeUnit(last - first)
+      : last >= 1e6 ? [1e6, "M"] : last >= 1e4 ? [1e3, "k"] : [1, ""];
+    const least = Math.max(view.isTime ? 0 : 1, (last - first) / width * 60) / unit || 1;
+    const power = 10 ** Math.floor(Math.log10(least));
+    const by = power * [1, 2, 5, 10].find((each) => each * power >= least);
+    const found = [];
+    for (let n = Math.ceil(first / unit / by); n * by * unit <= last; n += 1) {
+      found.push([toStep(n * by * unit), whole(n * by) + (n ? sign : "")]);
+    }
+    return found;
+  }
   const isShown = (step) => step >= shownRange()[0] && step <= shownRange()[1];
 
   // The place in `saved` of the step nearest to a place between steps.
-  function nearest(place) {
-    const at = clamp(place, ...extent);
-    return saved.reduce((best, step, n) => (
-      Math.abs(step - at) < Math.abs(saved[best] - at) ? n : best), 0);
-  }
+  const nearest = (place) => placeIn({ x: saved }, clamp(place, ...extent));
 
   // Shows a part of the steps, from a saved step to another: none is cut off.
   function setRange(range) {
@@ -102,6 +148,17 @@
     remember();
   }
 
+  // + and - zoom around a step, or the middle of the range; Escape shows all steps.
+  function zoomBy(event, given) {
+    const [first, last] = shownRange();
+    const half = (last - first) * { "+": 0.25, "-": 1 }[event.key];
+    const middle = given ?? (first + last) / 2;
+    if (half) setRange([middle - half, middle + half]);
+    else if (event.key === "Escape") setRange(null);
+    else return;
+    event.preventDefault();
+  }
+
   function redraw() {
     for (const each of drawn) each.draw();
   }
@@ -115,7 +172,7 @@
 
   // The range, the chosen step and the controls with `data-address` are in the fragment:
   // `#steps=100-200&step=150`. Other fragments are links to sections, which change neither.
-  const FRAGMENT = /^#?((steps=\d+-\d+|step=\d+|(rank|group|search)=[^&]*)(&|$))*$/;
+  const FRAGMENT = /^#?((steps=\d+-\d+|step=\d+|(rank|group|search|axis)=[^&]*)(&|$))*$/;
   let remembering = null;
 
   const controls = () => [...document.querySelectorAll("[data-address]")];
@@ -157,8 +214,13 @@
   }
 
   for (const kind of ["change", "input"]) {
-    document.addEventListener(kind, (event) => {
-      if (event.target.dataset?.address) remember();
+    document.addEventListener(kind, ({ target }) => {
+      const address = target.dataset?.address;
+      if (address) remember();
+      if (address !== "axis" || kind === "input") return;
+      view.isTime = target.value !== "";
+      view.range = null;
+      repaint();
     });
   }
 
@@ -166,16 +228,13 @@
 
   // Hides the rows of other steps, and says which steps are shown.
   function showRange() {
-    const [first, last] = shownRange();
     for (const row of document.querySelectorAll("tr[data-step]")) {
       row.classList.toggle("outside", view.range !== null && !isShown(Number(row.dataset.step)));
     }
-    for (const output of document.querySelectorAll("output.range")) {
-      output.textContent = view.range ? `steps ${whole(first)} to ${whole(last)}` : "all steps";
-    }
-    for (const button of document.querySelectorAll("[data-action=all-steps]")) {
-      button.disabled = view.range === null;
-    }
+    const output = document.querySelector("output.range");
+    if (!output) return;
+    output.textContent = rangeText();
+    document.querySelector("[data-action=all-steps]").disabled = view.range === null;
   }
 
   // ---- curves -------------------------------------------------------------------------
@@ -221,7 +280,7 @@
       this.name = name;
       this.unit = unit;
       this.height = height;
-      this.output = create("output", {});
+      this.output = create("output");
       this.facts = create("span", { className: "facts" });
       this.log = create("button", {
         type: "button", textContent: "log", "data-action": "log-axis",
@@ -248,7 +307,7 @@
         .sort((a, b) => a - b);
       this.log.hidden = !(all[0] > 0) || all.length < 2;
       // A few large values would hide how the others differ.
-      const isWide = all.at(-1) > 100 * all[all.length >> 1];
+      const isWide = all.at(-1) > 10 * all[all.length >> 1];
       this.isLog = !this.log.hidden && (view.log.get(this.name) ?? isWide);
       this.log.setAttribute("aria-pressed", this.isLog);
       this.build();
@@ -263,17 +322,11 @@
     }
 
     series() {
-      const isSmooth = view.smooth > 0;
-      const base = this.lines.map((line) => ({
-        label: line.name, stroke: line.colour, width: line.width ?? 1.8, spanGaps: true,
-        alpha: isSmooth ? 0.3 : line.alpha ?? 1, show: !view.hidden.has(line.name),
-        points: { show: line.x.length < 2 },
+      const styled = (alpha, width) => this.lines.map((line) => ({
+        stroke: line.colour, width: line.width ?? width, alpha: alpha ?? line.alpha, spanGaps: true,
+        show: !view.hidden.has(line.name), points: { show: line.x.length < 2 },
       }));
-      const smooth = this.lines.map((line) => ({
-        label: `${line.name} smoothed`, stroke: line.colour, width: line.width ?? 2.2,
-        spanGaps: true, show: !view.hidden.has(line.name), points: { show: false },
-      }));
-      return [{ label: "step" }, ...base, ...(isSmooth ? smooth : [])];
+      return [{}, ...(view.smooth ? [...styled(0.3, 1.8), ...styled(1, 2.2)] : styled(undefined, 1.8))];
     }
 
     build() {
@@ -298,11 +351,15 @@
           y: false,
         },
         scales: {
-          x: { time: false, range: () => shownRange() },
-          y: { distr: this.isLog ? 3 : 1 },
+          x: { time: false, range: () => shownRange(), distr: 100, fwd: onAxis, bwd: toStep },
+          // Not up to the next power of ten.
+          y: this.isLog ? { distr: 3, range: (_, low, high) => (low ? [+(0.9 * low).toPrecision(2), 1.1 * high] : [1, 10]) } : {},
         },
         axes: [
-          { ...axis, size: 26, gap: 4, values: (_, at) => shortSteps(at) },
+          {
+            ...axis, size: 26, gap: 4, values: () => this.ticks.map((each) => each[1]),
+            splits: (plot) => (this.ticks = ticks(plot.width - LEFT - RIGHT)).map((each) => each[0]),
+          },
           { ...axis, size: LEFT, gap: 4, values: (_, at) => shortValues(at) },
         ],
         series: this.series(),
@@ -323,8 +380,7 @@
     }
 
     draw() {
-      if (this.plot === null) this.build();
-      else if (this.plot.width !== this.place.clientWidth) this.build();
+      if (this.plot?.width !== this.place.clientWidth) this.build();
       // Scales follow the range.
       else this.plot.setData(this.plot.data);
     }
@@ -338,16 +394,17 @@
     }
 
     // Returns the lines at the step nearest to a place of the pointer, the highest first,
-    // with their values and texts.
+    // with their values and texts. A run that did not save there has its nearest step.
     readAt(index) {
       const step = this.plot.data[0][index];
       return this.lines.flatMap((line) => {
         if (view.hidden.has(line.name)) return [];
-        const at = line.x.indexOf(step);
+        const at = placeIn(line, step);
         if (at < 0) return [];
         const value = line.y[at];
         const state = line.state?.[at];
-        const text = number(value) + this.unit + (state ? `, ${fateOf(step, state)}` : "");
+        const other = isOverTimes() || line.x[at] !== step ? ` at step ${whole((line.steps ?? line.x)[at])}` : "";
+        const text = number(value) + this.unit + other + (state ? `, ${fateOf(step, state)}` : "");
         return [{ line, value, text: this.lines.length > 1 ? `${line.name}: ${text}` : text }];
       }).sort((a, b) => b.value - a.value);
     }
@@ -356,7 +413,7 @@
     runAt(x, y) {
       const step = this.plot.data[0][this.plot.posToIdx(x)];
       const shown = data.runs ? this.given.filter((line) => !view.hidden.has(line.name)) : [];
-      const places = shown.map((line) => this.plot.valToPos(line.y[line.x.indexOf(step)], "y"));
+      const places = shown.map((line) => this.plot.valToPos(line.y[placeIn(line, step)], "y"));
       // NaN without a value.
       const far = places.map((place) => Math.abs(place - y));
       const least = Math.min(...far.filter((each) => each < 16));
@@ -380,7 +437,7 @@
       const shown = found.length > 12 ? found.slice(from, from + 10) : found;
       const below = found.length - from - shown.length;
       const rows = [
-        [`${this.name}, step ${whole(step)}`], ...(from ? [[`${from} higher`]] : []),
+        [`${this.name}, ${shownStep(step)}`], ...(from ? [[`${from} higher`]] : []),
         ...shown.map((each) => [each.text, each.line.colour]),
         ...(below ? [[`${below} lower`]] : []), ...(run ? [[`A click opens ${run.name}`]] : []),
       ];
@@ -393,8 +450,9 @@
       const isAway = index === null || index === undefined || plot.cursor.left < 0;
       const texts = isAway ? [] : this.readAt(index).map((each) => each.text);
       const step = isAway ? null : plot.data[0][index];
-      const values = data.runs ? "" : `: ${texts.join(", ")}`; // of runs, the tip has them
-      this.output.textContent = texts.length ? `step ${whole(step)}${values}` : "";
+      // Of runs, the tip has them.
+      const values = data.runs ? "" : `: ${texts.join(", ")}`;
+      this.output.textContent = texts.length ? shownStep(step) + values : "";
       // The line is at a step, never between two. The cursor itself stays at the pointer:
       // a click would count as a drag.
       const line = plot.over.querySelector(".u-cursor-x");
@@ -414,7 +472,7 @@
       this.picked = line;
       const { left, top } = this.plot.over.getBoundingClientRect();
       window.components.showTip(
-        `${line.name}, step ${whole(steps[index])}: ${value}\nEnter opens it`,
+        `${line.name}, ${shownStep(steps[index])}: ${value}\nEnter opens it`,
         left + this.plot.valToPos(steps[index], "x"), top + this.plot.valToPos(value, "y"), [line.colour], this.figure,
       );
     }
@@ -422,20 +480,14 @@
     // The arrow keys move the cursor, and between runs; + and - zoom, Escape shows all steps.
     move(event) {
       const steps = this.plot.data[0];
-      const [first, last] = shownRange();
       const inside = [...steps.keys()].filter((n) => isShown(steps[n]));
       const at = inside.indexOf(this.plot.cursor.idx ?? -1);
       const next = inside[moved(event.key, at, inside.length)];
       if (next !== undefined) showStep(steps[next]);
-      else if (event.key === "+" || event.key === "-") {
-        const middle = steps[this.plot.cursor.idx] ?? (first + last) / 2;
-        const half = (last - first) * (event.key === "+" ? 0.25 : 1);
-        setRange([middle - half, middle + half]);
-      } else if (data.runs && event.key === "ArrowUp") this.pick(-1);
+      else if (data.runs && event.key === "ArrowUp") this.pick(-1);
       else if (data.runs && event.key === "ArrowDown") this.pick(1);
-      else if (event.key === "Escape") setRange(null);
       else if (event.key === "Enter") this.choose(this.picked);
-      else return;
+      else return zoomBy(event, steps[this.plot.cursor.idx]);
       event.preventDefault();
     }
 
@@ -460,10 +512,10 @@
           const value = line.y[n];
           const state = line.state[n];
           if (value === null || !isShown(x)) return;
-          if (inside > 250 && state !== "b" && state !== "x") return;
+          const isStrong = state === "b" || state === "x";
+          if (inside > 250 && !isStrong) return;
           const left = plot.valToPos(x, "x", true);
           const top = plot.valToPos(value, "y", true);
-          const isStrong = state === "b" || state === "x";
           context.beginPath();
           context.arc(left, top, (isStrong ? 5 : state === "d" ? 2.4 : 3.4) * unit, 0, 2 * Math.PI);
           context.fillStyle = colourOf(state === "g" ? "card" : STATES[state][1]);
@@ -528,12 +580,10 @@
     context.setLineDash([]);
   }
 
-  // All steps of an axis in one unit; none between steps.
-  function shortSteps(steps) {
-    const most = Math.max(...steps.map(Math.abs));
-    const [unit, sign] = most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
-    return steps.map((step) => (step !== Math.round(step) ? ""
-      : (step / unit).toLocaleString("en") + (step ? sign : "")));
+  // The place in a line that is nearest to one on the axis; -1 beyond the ends of the line.
+  function placeIn({ x }, at) {
+    if (!(at >= x[0] && at <= x.at(-1))) return -1;
+    return x.reduce((best, each, n) => (Math.abs(each - at) < Math.abs(x[best] - at) ? n : best), 0);
   }
 
   // All values of a linear axis with an exponent, or none.
@@ -615,16 +665,17 @@
     }
 
     // Returns a function from a step to a place, for a range of steps.
-    scale(width, [first, last]) {
+    scale(width, range) {
       const left = this.left(width);
-      const across = last - first || 1;
-      return (step) => left + (step - first) / across * (width - left - RIGHT);
+      const [first, last] = range.map(onAxis);
+      return (step) => left + (onAxis(step) - first) / (last - first || 1) * (width - left - RIGHT);
     }
 
-    stepAt(x, [first, last]) {
+    stepAt(x, range) {
       const width = this.canvas.clientWidth;
       const left = this.left(width);
-      return first + clamp((x - left) / (width - left - RIGHT), 0, 1) * (last - first);
+      const [first, last] = range.map(onAxis);
+      return toStep(first + clamp((x - left) / (width - left - RIGHT), 0, 1) * (last - first));
     }
   }
 
@@ -632,19 +683,13 @@
   class Axis extends Strip {
     draw() {
       const [context, width] = this.begin();
-      const [first, last] = shownRange();
-      const place = this.scale(width, [first, last]);
-      const least = Math.max(1, (last - first) / width * 90);
-      const power = 10 ** Math.floor(Math.log10(least));
-      const unit = power * [1, 2, 5, 10].find((each) => each * power >= least);
+      const place = this.scale(width, shownRange());
       context.fillStyle = colourOf("soft");
       context.textAlign = "center";
-      const steps = [];
-      for (let step = Math.ceil(first / unit) * unit; step <= last; step += unit) steps.push(step);
-      shortSteps(steps).forEach((text, n) => {
-        context.fillRect(place(steps[n]), 0, 1, 4);
-        context.fillText(text, place(steps[n]), 13);
-      });
+      for (const [at, text] of ticks(width - this.left(width) - RIGHT)) {
+        context.fillRect(place(at), 0, 1, 4);
+        context.fillText(text, place(at), 13);
+      }
     }
   }
 
@@ -691,9 +736,8 @@
       steps.x.forEach((step, n) => {
         if (!isShown(step)) return;
         const state = steps.state[n];
-        const isTall = state !== "d" && state !== "g";
         context.fillStyle = colourOf(STATES[state][1]);
-        const half = isTall ? 8 : 4;
+        const half = /[dg]/.test(state) ? 4 : 8;
         context.fillRect(place(step) - 1, 15 - half, state === "d" ? 1.4 : 2.4, 2 * half);
         this.marks.push([place(step), 15, step, `step ${whole(step)}: ${fateOf(step, state)}`]);
       });
@@ -748,9 +792,6 @@
     }
   }
 
-  const duration = (secs) => (secs < 1 ? `${Number((1e3 * secs).toPrecision(3))} ms`
-    : `${Number(secs.toPrecision(3))} s`);
-
   // All steps, small; a part of them is chosen with the pointer or with keys.
   class Brush extends Strip {
     constructor() {
@@ -778,12 +819,8 @@
       if (by !== undefined && view.range) {
         const start = clamp(from + by, 0, end - (to - from));
         setRange([saved[start], saved[start + to - from]]);
-      } else if (event.key === "+" && to - from > 2) setRange([saved[from + part], saved[to - part]]);
-      else if (event.key === "-") {
-        setRange([saved[Math.max(from - 2 * part, 0)], saved[Math.min(to + 2 * part, end)]]);
-      } else if (event.key === "Escape") setRange(null);
-      else return;
-      event.preventDefault();
+        event.preventDefault();
+      } else zoomBy(event);
     }
 
     draw() {
@@ -805,14 +842,12 @@
       });
       context.strokeStyle = colourOf("behind");
       context.stroke();
-      this.canvas.setAttribute("aria-valuetext", view.range
-        ? `steps ${whole(first)} to ${whole(last)}` : "all steps");
+      this.canvas.setAttribute("aria-valuetext", rangeText());
     }
   }
 
   // ---- layers -------------------------------------------------------------------------
 
-  const DECADES = 6;
   // The last of the colours.
   const HEATS = 4;
 
@@ -828,7 +863,7 @@
   function changeOf(cell) {
     if (cell === "!") return "not finite";
     if (cell === ".") return "not comparable";
-    const percent = 1e-3 * 10 ** (parseInt(cell, 36) / 35 * DECADES);
+    const percent = 1e-3 * 10 ** (parseInt(cell, 36) / 35 * 6);
     const bound = { 0: " or less", z: " or more" }[cell] ?? "";
     return `the norm changed by ${Number(percent.toPrecision(2))} %${bound} since the last like sample`;
   }
@@ -983,16 +1018,7 @@
       if (!data.layers) return [];
       const rows = data.layers.names.map((name, n) => new Layer(name, data.layers.cells[n]));
       const axis = new Axis("", 20, "Steps");
-      const key = create("p", { className: "note heat-key" }, "changed by 0.001 %");
-      for (const cell of "05aejosz!") {
-        const mark = create("span", { className: "cell" });
-        mark.style.background = heat(cell);
-        key.append(mark, { z: "1000 %", "!": "not finite" }[cell] ?? "");
-      }
-      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), axis.canvas, key);
-      if (data.layers.hidden) {
-        key.append(`; not shown: ${whole(data.layers.hidden)} that changed less, or were sampled once`);
-      }
+      place.append(create("ul", { className: "heat" }, ...rows.map((row) => row.row)), axis.canvas);
       const parts = [...rows, axis];
       const most = Math.max(...data.layers.names.map((name) => name.length));
       for (const each of parts) each.letters = most - data.layers.shared.length;
@@ -1004,7 +1030,7 @@
       return data.runs.metrics.map((metric) => addCurves(
         place, metric.name, 260, metric.lines.map((each) => ({
           ...each, colour: colourOf(`p${seatOf(each.name)}`), width: each.live ? 3 : 1.6,
-          alpha: data.runs.groups.length ? 0.3 : each.live ? 1 : 0.85, state: null,
+          alpha: data.runs.groups.length ? 0.3 : 1, state: null,
         })), data.runs.groups.length ? "the mean and the range of each group" : "",
       ));
     },
@@ -1034,6 +1060,13 @@
     if (!isSame) {
       text = source.textContent;
       data = { metrics: [], ...JSON.parse(text) };
+      if (isOverTimes()) {
+        // Runs have no step at one time, and so no mean.
+        data.runs.groups = [];
+        for (const line of data.runs.metrics.flatMap((each) => each.lines)) {
+          [line.steps, line.x] = [line.x, line.t];
+        }
+      }
       extent = findExtent();
       if (view.range) setRange(view.range);
     }

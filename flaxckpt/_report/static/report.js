@@ -41,17 +41,10 @@
     tip.hidden = true;
   }
 
-  // Returns a mark, or the element around it, that has a tip. A <title>, which a browser
-  // would show late and again, becomes data-tip.
+  // Returns a mark, or the element around it, that has a tip.
   function tipOf(target) {
     for (let at = target; at instanceof Element; at = at.parentElement) {
-      const title = at.querySelector(":scope > title");
-      if (title && at instanceof SVGElement) {
-        at.dataset.tip = title.textContent;
-        title.remove();
-      }
       if (at.dataset.tip) return at;
-      if (at.matches(".picture, table, section")) return null;
     }
     return null;
   }
@@ -111,15 +104,8 @@
   // Sorts the rows by the column of a head, in its order.
   function sortRows(head) {
     const column = head.cellIndex;
-    const table = head.closest("table");
-    const order = head.getAttribute("aria-sort");
-    const caption = table.caption;
-    if (caption.textContent === "The newest first") caption.dataset.order = "";
-    if ("order" in caption.dataset) {
-      caption.textContent = `By ${head.textContent.trim()}, ${order}`;
-    }
-    const sign = order === "descending" ? -1 : 1;
-    for (const body of table.tBodies) {
+    const sign = head.getAttribute("aria-sort") === "descending" ? -1 : 1;
+    for (const body of head.closest("table").tBodies) {
       const rows = Array.from(body.rows, (row) => [sortKey(row, column), row]);
       rows.sort((a, b) => compare(a[0], b[0], sign));
       body.append(...rows.map((pair) => pair[1]));
