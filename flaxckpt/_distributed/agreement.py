@@ -130,7 +130,9 @@ def save_error(operation: Operation, apart: ApartError) -> errors.CheckpointErro
     )
 
 
-def background_error(operation: Operation, apart: ApartError) -> errors.CheckpointError:
+def _background_error(
+    operation: Operation, apart: ApartError
+) -> errors.CheckpointError:
     """Returns the error of copies or uploads after the failure of a process."""
     return errors.SaveFailedError(
         f"{operation.what} failed at some of the {operation.count} processes:\n"
@@ -138,6 +140,13 @@ def background_error(operation: Operation, apart: ApartError) -> errors.Checkpoi
         + "\nThe steps stay where they are. Find out why these processes failed, then"
         " try again."
     )
+
+
+def closing_background(
+    operation: Operation | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Closes the operation of copies or uploads, and shares an error of the block."""
+    return closing(operation, _background_error)
 
 
 # ---- restoring ---------------------------------------------------------------------

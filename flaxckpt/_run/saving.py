@@ -362,8 +362,7 @@ class Saves:
         if tier is None or not tier.copies:
             return
         operation = self._processes.begin("wait for copies", "the wait for copies")
-        make_error = _distributed.agreement.background_error
-        with _distributed.agreement.closing(operation, make_error):
+        with _distributed.agreement.closing_background(operation):
             left = tier.copier.wait(timeout_secs)
             if left:
                 raise errors.CheckpointTimeoutError(

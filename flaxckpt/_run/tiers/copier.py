@@ -104,7 +104,7 @@ class Copier:
                 with contextlib.suppress(Exception):  # its copies are of no use
                     self._leave_out(task)
             try:
-                with _closing(newest[0].operation):
+                with _distributed.agreement.closing_background(newest[0].operation):
                     self.failure = self._copy(*newest)
             except Exception as error:
                 self.failure = errors.one_line(error)
@@ -120,7 +120,7 @@ class Copier:
     def _leave_out(self, task: CopyTask) -> None:
         """Tells the others that a step is not copied here."""
         why = "a newer step was saved before"
-        with _closing(task.operation):
+        with _distributed.agreement.closing_background(task.operation):
             task.operation.report("copied", [why, ""])
             if task.operation.is_first:
                 task.operation.first("durable", lambda: why)
@@ -164,8 +164,3 @@ class Copier:
                 secs=secs,
             )
         return fault
-
-
-def _closing(operation: Operation) -> contextlib.AbstractContextManager[None]:
-    make_error = _distributed.agreement.background_error
-    return _distributed.agreement.closing(operation, make_error)

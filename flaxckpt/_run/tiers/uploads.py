@@ -150,8 +150,7 @@ class Uploads:
                 return True
             listener = self._listener
             operation.is_wanted = lambda: not (listener and listener.is_stopped())
-            make_error = _distributed.agreement.background_error
-            with _distributed.agreement.closing(operation, make_error):
+            with _distributed.agreement.closing_background(operation):
                 upload_copies.help_copy(self._staging, operation, self._note_uploaded)
         except ConnectionError:
             return False
@@ -283,8 +282,7 @@ class Uploads:
         """
         if self._processes is not None:
             operation = self._processes.begin("uploads", "the wait for uploads")
-            make_error = _distributed.agreement.background_error
-            with _distributed.agreement.closing(operation, make_error):
+            with _distributed.agreement.closing_background(operation):
                 _distributed.agreement.broadcast(
                     operation,
                     "uploaded",
@@ -571,8 +569,7 @@ class Uploads:
         """
         if self._processes is not None:
             operation = self._processes.call("upload", f"the upload of {path.name}")
-            make_error = _distributed.agreement.background_error
-            with _distributed.agreement.closing(operation, make_error):
+            with _distributed.agreement.closing_background(operation):
                 upload_copies.tell_uploaded(path, marker.changes, operation)
         with self.change_lock.get():
             now = _steps.markers.read_upload_marker(path)
