@@ -151,26 +151,13 @@ def _run_opened(
             " or 00000100, all of one format: only such steps can be pinned and pruned."
             " If names are mixed, choose one format, as in --step-format 'step_{step}'"
         )
-    run = _open_steps(root, name, rules, read_only=read_only)
+    # A `Checkpointer` can do more, but saves and restores need jax.
+    run = RunSteps(root, rules, _steps.names.StepFormat(name), read_only=read_only)
     if not read_only:
         run.make_directory()
         run.tidy()
     with contextlib.closing(run.events):
         yield run
-
-
-def _open_steps(
-    root: Path, step_format: str, rules: Rules, *, read_only: bool
-) -> RunSteps:
-    # A `Checkpointer` can do more, but saves and restores need jax.
-    return _run.tiers.staging.open_steps(
-        root,
-        rules,
-        step_format=step_format,
-        read_only=read_only,
-        staging=None,
-        keep_staging=_run.tiers.staging.KEEP,
-    )
 
 
 def update_marker(report: VerifyReport) -> None:

@@ -146,6 +146,7 @@ class Checkpointer(Closing):
         peer_certificate: PathLike | None = None,
         permissions: int | None = None,
     ) -> None:
+        path = _storage.paths.resolve(directory)
         options = _checkpoint.commit.SaveOptions(
             layout=check_layout(layout),
             transforms=transforms,
@@ -154,21 +155,20 @@ class Checkpointer(Closing):
                 "snapshot", snapshot, _arrays.to_host.SNAPSHOTS
             ),
             items=_formats.native_names.make_items(items, dataset_item),
-            mode=_storage.modes.check(permissions, _storage.paths.resolve(directory)),
+            mode=_storage.modes.check(permissions, path),
         )
         rules = judge.Rules.of(
             keep, keep_dataset, keep_items, metrics_from, options.items
         )
         _util.arguments.check_positive("max_concurrent_bytes", max_concurrent_bytes)
         _util.arguments.check_positive("peer_timeout_secs", peer_timeout_secs)
-        path = _storage.paths.resolve(directory)
         processes = _distributed.agreement.Processes(path, peer_timeout_secs)
         peers = part_tier.PeerOptions(
             staging_copies, failure_domain, peer_network, peer_certificate
         )
         with _distributed.operation.opening(path):
             self._run = run_staging.open_steps(
-                directory,
+                path,
                 rules,
                 step_format=step_format,
                 read_only=read_only,

@@ -82,9 +82,6 @@ class PeerOptions(NamedTuple):
         return self
 
 
-NO_PEERS = PeerOptions()
-
-
 class PartTier:
     """The parts in the directory of this process, and those of its peers.
 

@@ -24,7 +24,7 @@ from flaxckpt import (
 )
 from flaxckpt._run import edit, judge, retention, run_index, run_steps
 from flaxckpt._run.tiers import upload_copies, uploads
-from flaxckpt._run.tiers.part_tier import NO_PEERS, PartTier, PeerOptions
+from flaxckpt._run.tiers.part_tier import PartTier, PeerOptions
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -40,34 +40,33 @@ _OWNER = _steps.names.STAGING_OWNER
 
 
 def open_steps(
-    directory: PathLike,
+    path: Path,
     rules: judge.Rules,
     *,
     step_format: str,
     read_only: bool,
     staging: Staging | None,
     keep_staging: Sequence[PreservationPolicy],
-    peers: PeerOptions = NO_PEERS,
-    processes: _distributed.agreement.Processes | None = None,
-    mode: int | None = None,
+    peers: PeerOptions,
+    processes: _distributed.agreement.Processes,
+    mode: int | None,
 ) -> run_steps.RunSteps:
     """Returns the steps of a run.
 
     Args:
-        directory: The run directory.
+        path: The run directory.
         rules: Rules of retention.
         step_format: Template of the names of steps.
         read_only: True to write no journal.
         staging: Directory where steps are saved first; None for none.
         keep_staging: Policies for the steps in `staging`.
         peers: Options of the exchange with other processes.
-        processes: The processes that save together; None for a reader.
+        processes: The processes that save together.
         mode: Mode of new directories; None for the umask's.
 
     Raises:
         OptionError: The options are invalid or contradict each other.
     """
-    path = _storage.paths.resolve(directory)
     named = _steps.names.StepFormat(step_format)
     keep = policies.check(keep_staging, "keep_staging")
     if staging is not None and read_only and _util.job.is_distributed():
@@ -209,10 +208,10 @@ class StagedSteps(run_steps.RunSteps):
         keep: tuple[PreservationPolicy, ...],
         step_format: _steps.names.StepFormat,
         peers: PeerOptions,
-        processes: _distributed.agreement.Processes | None,
+        processes: _distributed.agreement.Processes,
         *,
         read_only: bool,
-        mode: int | None = None,
+        mode: int | None,
     ) -> None:
         if peers.copies and keep:  # without policies, all steps stay
             keep = (*keep, _NewestCopied())
@@ -238,7 +237,7 @@ class StagedSteps(run_steps.RunSteps):
             processes,
             mode,
         )
-        self.is_in_parts = processes is not None and processes.are_several()
+        self.is_in_parts = processes.are_several()
         self.part_tier = PartTier(
             staging, directory, self._near, step_format, self.events, peers, mode
         )

@@ -112,8 +112,8 @@ class Uploads:
         near: retention.Retention,
         far: retention.Retention,
         events: run_events.Stream,
-        processes: _distributed.agreement.Processes | None,
-        mode: int | None = None,
+        processes: _distributed.agreement.Processes,
+        mode: int | None,
     ) -> None:
         self._staging = staging
         self._mode = mode
@@ -131,8 +131,7 @@ class Uploads:
         self._turn: _Turn | None = None
         self._pid = os.getpid()
         self._is_left = False
-        is_one = processes is None or not processes.are_several()
-        self._processes = None if is_one else processes
+        self._processes = processes if processes.are_several() else None
         self._listener: _util.threads.Heartbeat | None = None
         self._leave: Callable[[], None] = lambda: None
 
