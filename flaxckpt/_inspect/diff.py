@@ -170,7 +170,7 @@ class CheckpointDiff:
     _repr_pretty_ = _util.card.show_printed
 
     def __str__(self) -> str:
-        lines = [f"{self.a} and {self.b}: {self._summary()}"]
+        lines = [f"{self.a} and {self.b}: {summarize(self)}"]
         lines += _rows("only in the first", dict.fromkeys(self.only_in_a, ""))
         lines += _rows("only in the second", dict.fromkeys(self.only_in_b, ""))
         retyped = {path: self.changed[path] for path in self.retyped}
@@ -181,23 +181,26 @@ class CheckpointDiff:
         lines += _rows("items not compared", self.damaged_items)
         return "\n".join(lines)
 
-    def _summary(self) -> str:
-        if self.is_empty:
-            return f"all {len(self.same)} leaves are equal"
-        retyped = len(self.retyped)
-        count = len(self.changed) - retyped
-        text = _util.humanize.count(count, "leaf differs", "leaves differ")
-        text += " in values"
-        if retyped:
-            text += f", {retyped} in shape or dtype"
-        text += f", {len(self.same)} are equal"
-        text += f", {len(self.only_in_a) + len(self.only_in_b)} are in only one of them"
-        if self.unreadable:
-            text += f", {len(self.unreadable)} cannot be read"
-        if self.damaged_items:
-            items = _util.humanize.count(len(self.damaged_items), "item")
-            text += f"; {items} not compared"
-        return text
+
+def summarize(found: CheckpointDiff) -> str:
+    """Returns the numbers of leaves that differ and that are equal, in one line."""
+    count, equal = _util.humanize.count, len(found.same)
+    if found.is_empty:
+        return "1 leaf is equal" if equal == 1 else f"all {equal} leaves are equal"
+    retyped = len(found.retyped)
+    differing = len(found.changed) - retyped
+    unmatched = len(found.only_in_a) + len(found.only_in_b)
+    lost, items = len(found.unreadable), len(found.damaged_items)
+    other = "another shape or dtype"
+    parts = [
+        (differing or not retyped, count(differing, "leaf differs", "leaves differ")),
+        (retyped, f"{count(retyped, 'leaf has', 'leaves have')} {other}"),
+        (True, count(equal, "is equal", "are equal")),
+        (unmatched, f"{count(unmatched, 'is', 'are')} only in one of them"),
+        (lost, f"{lost:,} cannot be read"),
+        (items, f"{count(items, 'item')} not compared"),
+    ]
+    return ", ".join(text for is_shown, text in parts if is_shown)
 
 
 def _rows(title: str, leaves: Mapping[LeafPath, object]) -> list[str]:

@@ -129,6 +129,8 @@ def _find_step(b: str, *, has_other: bool) -> int | StepName | None:
 def _show(
     result: CheckpointDiff, limit: int, *, by_subtree: bool, has_values: bool
 ) -> None:
+    from flaxckpt import _inspect
+
     _output.print_paragraph(f"a: {_output.shorten_path(result.a)}")
     _output.print_paragraph(f"b: {_output.shorten_path(result.b)}")
     _show_metrics(result, limit)
@@ -143,7 +145,7 @@ def _show(
     ]
     _output.print_table(columns, rows, limit)
     _show_unreadable(result, limit)
-    summary = _summary(result)
+    summary = _inspect.diff.summarize(result)
     if not has_values:
         summary = f"without reading values: {summary}"
     _output.print_paragraph(summary)
@@ -266,33 +268,3 @@ def _subtrees(result: CheckpointDiff, depth: int) -> dict[str, _Subtree]:
         subtree = "/".join(containers[:depth]) or path
         subtrees[subtree].add(result.changed.get(path), is_only=path in only)
     return {path: subtree for path, subtree in subtrees.items() if subtree.differing}
-
-
-def _summary(result: CheckpointDiff) -> str:
-    if result.is_empty:
-        total = len(result.same)
-        return "1 leaf is equal" if total == 1 else f"all {total} leaves are equal"
-    unmatched = len(result.only_in_a) + len(result.only_in_b)
-    retyped = len(result.retyped)
-    differing = len(result.changed) - retyped
-    parts = [
-        _output.count(differing, "leaf differs", "leaves differ")
-        if differing or not retyped
-        else "",
-        _output.count(
-            retyped,
-            "leaf has another shape or dtype",
-            "leaves have another shape or dtype",
-        )
-        if retyped
-        else "",
-        f"{len(result.same):,} {'is' if len(result.same) == 1 else 'are'} equal",
-        f"{unmatched:,} {'is' if unmatched == 1 else 'are'} only in one of them"
-        if unmatched
-        else "",
-        f"{len(result.unreadable):,} cannot be read" if result.unreadable else "",
-        f"{_output.count(len(result.damaged_items), 'item', 'items')} not compared"
-        if result.damaged_items
-        else "",
-    ]
-    return ", ".join(filter(None, parts))
