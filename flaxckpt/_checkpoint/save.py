@@ -131,32 +131,10 @@ def save_async(
         count=counter.add,
         operation=operation,
     )
-    with _distributed.agreement.report_failure(operation), commit.store_errors(final):
-        snapshot = take_snapshot(request, state)
+    snapshot, write = _begin(request, state, str(final))
     counter.total = snapshot.nbytes
-    blocked = request.elapsed()
-
-    def work() -> SaveResult:
-        with _distributed.agreement.closing(operation):
-            written = write_snapshot(snapshot).size
-        total = request.elapsed()
-        _log.info(
-            "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
-            final,
-            written,
-            total,
-            blocked,
-        )
-        return SaveResult(
-            step=None,
-            path=str(final),
-            bytes_written=written,
-            blocked_secs=blocked,
-            total_secs=total,
-        )
-
     return SaveHandle(
-        work,
+        write,
         name=f"save of {final}",
         counter=counter,
         cancellation=request.cancellation,
@@ -164,38 +142,48 @@ def save_async(
     )
 
 
-def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], int]:
+def save_item(path: Path, state: PyTree, options: SaveOptions) -> Callable[[], object]:
     """Copies the values of `state`, for an item of a step that another program commits.
 
     With several processes, all of them call this and the returned function, and an
     error of one is an error of all. The returned function writes the item into the
-    directory, which exists by then, durably, and returns its size in bytes.
+    directory, which exists by then, durably.
     """
     what = f"the item {path}"
     # Each step has its own directory, and the operations of a run are counted.
     operation = _distributed.agreement.begin("item", path.parent.parent, what)
     request = SaveRequest(path=path, options=options, operation=operation, is_item=True)
     request.pace.lift()  # the other program does not tell when it waits
+    _, write = _begin(request, state, what)
+    return write
+
+
+def _begin(
+    request: SaveRequest, state: PyTree, what: str
+) -> tuple[Snapshot, Callable[[], SaveResult]]:
+    """Copies the values of `state`; returns them, and the function that writes them."""
+    path, operation = request.path, request.operation
     with _distributed.agreement.report_failure(operation), commit.store_errors(path):
         snapshot = take_snapshot(request, state)
-        if operation is not None:
+        if request.is_item and operation is not None:
             # The other program would wait for processes that raise an error alone.
             operation.exchange("taken")
     blocked = request.elapsed()
 
-    def write() -> int:
+    def write() -> SaveResult:
         with _distributed.agreement.closing(operation):
             size = write_snapshot(snapshot).size
+        total = request.elapsed()
         _log.info(
             "saved %s: %d bytes, durable after %.3f s, blocked %.3f s",
             what,
             size,
-            request.elapsed(),
+            total,
             blocked,
         )
-        return size
+        return SaveResult(None, str(path), size, blocked, total)
 
-    return write
+    return snapshot, write
 
 
 # ---- on the caller's thread -----------------------------------------------------

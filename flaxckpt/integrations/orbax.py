@@ -100,7 +100,7 @@ class CheckpointHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     # ---- saving ----------------------------------------------------------------------
 
-    def _start(self, directory: PathLike, args: SaveArgs) -> Callable[[], int]:
+    def _start(self, directory: PathLike, args: SaveArgs) -> Callable[[], object]:
         state = _check_args(args, SaveArgs).state
         path = _storage.paths.resolve(directory)
         if not _storage.of(path).can_rename:
