@@ -309,7 +309,7 @@ class OptimizerMatcher:
         """Returns the states that fit `kind` by fields, as a class is not known."""
         by_fields = self._all_by_fields if kind.is_unnamed else self._unnamed
         places = by_fields.get(kind.fields, [])
-        alike = _within(kind.optimizer, places)
+        alike = _state.tree.beginning_with(_state.tree.inside(kind.optimizer), places)
         at = bisect.bisect_left(places, kind.optimizer)
         if kind.optimizer and kind.optimizer in places[at : at + 1]:
             alike.insert(0, kind.optimizer)
@@ -372,7 +372,8 @@ class OptimizerMatcher:
         return {
             group
             for group, paths in groups.items()
-            if len(paths) == len(_within(group, stored))
+            if len(paths)
+            == len(_state.tree.beginning_with(_state.tree.inside(group), stored))
             and all(self._is_unchanged(path) for path in paths)
         }
 
@@ -571,15 +572,6 @@ def _hyperparameter(place: LeafPath) -> str:
     """Returns the hyperparameter scheduled by the state at `place`; else empty."""
     _, found, name = f"/{place}".rpartition(f"/{_HYPERPARAMETERS}/")
     return name.partition("/")[0] if found else ""
-
-
-def _within(container: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
-    """Returns those of the sorted paths that are inside a container."""
-    inside = _state.tree.inside(container)
-    start = stop = bisect.bisect_left(paths, inside)
-    while stop < len(paths) and paths[stop].startswith(inside):
-        stop += 1
-    return list(paths[start:stop])
 
 
 def _class(info: LeafInfo) -> str:

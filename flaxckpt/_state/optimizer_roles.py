@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import re
@@ -131,10 +130,6 @@ class _MirroredParams(NamedTuple):
 
     def leaves(self) -> set[LeafPath]:
         return {root + param for root in self.roots for param in self.params}
-
-
-_LAST = chr(sys.maxunicode)
-"""A character after all others."""
 
 
 class _Roles:
@@ -288,7 +283,10 @@ class _Roles:
             }
             parents = own if parents is None else parents & own
         return any(
-            all(_beginning_with(parent + name, self._sorted_outside) for name in names)
+            all(
+                tree.beginning_with(parent + name, self._sorted_outside)
+                for name in names
+            )
             for parent in parents or ()
         )
 
@@ -335,7 +333,7 @@ class _Roles:
                 not path.startswith(root)
                 and "/" in path[len(beside) :]
                 and not _COPY.search(path, len(beside))
-                for path in _beginning_with(beside, self._sorted_outside)
+                for path in tree.beginning_with(beside, self._sorted_outside)
             ):
                 return "one"
         return "either"
@@ -418,7 +416,7 @@ class _Roles:
             return {r for r in roots if all(r + p in outside for p in params)}
 
         roots = self._roots_by_end.get(params[0], ())
-        near = have_all(_beginning_with(beside, roots))
+        near = have_all(tree.beginning_with(beside, roots))
         return near or have_all(roots)
 
     @_util.forks.lazy
@@ -536,12 +534,6 @@ class _Roles:
         return optax_containers.fields_of_states(
             tuple(sorted(name for name in loaded if name.startswith("optax")))
         )
-
-
-def _beginning_with(prefix: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
-    """Returns those of the sorted paths that begin with `prefix`."""
-    start = bisect.bisect_left(paths, prefix)
-    return list(paths[start : bisect.bisect_left(paths, f"{prefix}{_LAST}", start)])
 
 
 def _prefix_beside(keys: Keys) -> LeafPath:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -119,6 +121,16 @@ def inside(path: LeafPath) -> str:
 def is_inside(path: LeafPath, above: LeafPath) -> bool:
     """Returns True if `path` is `above`, or a path in it."""
     return f"{path}/".startswith(inside(above))
+
+
+def beginning_with(start: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
+    """Returns those of the sorted paths that begin with `start`."""
+    first = bisect.bisect_left(paths, start)
+    return list(paths[first : bisect.bisect_left(paths, f"{start}{_LAST}", first)])
+
+
+_LAST = chr(sys.maxunicode)
+"""The last character in the order of paths."""
 
 
 def escape(name: str) -> str:
