@@ -10,8 +10,9 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import click
 
@@ -24,6 +25,12 @@ FINDING = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+
+POLL_SECS = 1.0
+"""Least seconds between two looks of a verb that shows a run until Ctrl-C."""
+
+_SHARE_OF_TIME = 0.2
+"""The largest part of the time that such a verb spends on reading the run."""
 
 _FINDING_ERRORS = (
     errors.DamagedCheckpointError,
@@ -114,6 +121,15 @@ def _check_paths(command: click.Command, values: Mapping[str, Any]) -> None:
         is_read = isinstance(parameter, click.Argument) and parameter.name in _READ
         if is_read and path and not _storage.paths.resolve(path).exists():
             _formats.detect(path)  # raises
+
+
+def repeat(look: Callable[[], object]) -> NoReturn:
+    """Looks at a run again and again, until an exception such as that of Ctrl-C."""
+    while True:
+        start = time.monotonic()
+        look()
+        spent = time.monotonic() - start
+        time.sleep(max(POLL_SECS, spent / _SHARE_OF_TIME))
 
 
 _PYTHON = re.compile(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 _List: TypeAlias = Callable[..., "Listing"]
 """Lists the steps, or the `newest` ones only."""
-
-_POLL_SECS = 1.0
-_SHARE_OF_TIME = 0.2
-"""The largest part of the time that a watch spends on listing steps."""
 
 _RECENT = 20
 """Steps listed again by each look for new ones."""
@@ -185,14 +181,9 @@ def _watch(list_steps: _List, newest: int | None, sort: str) -> int:
     view: _Screen | _Log = _Log(newest)
     if _output.is_terminal():
         view = _Screen(newest, sort)
-    try:
-        while True:
-            start = time.monotonic()
-            view.show(list_steps(newest=view.most()))
-            spent = time.monotonic() - start
-            time.sleep(max(_POLL_SECS, spent / _SHARE_OF_TIME))
-    except KeyboardInterrupt:
-        return _app.SUCCESS
+    with contextlib.suppress(KeyboardInterrupt):
+        _app.repeat(lambda: view.show(list_steps(newest=view.most())))
+    return _app.SUCCESS
 
 
 class _Screen:

@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from flaxckpt._inspect.history import SavedStep
     from flaxckpt._report.data import MetricValue, Report
 
-_POLL_SECS = 1.0
-_SHARE_OF_TIME = 0.2
-"""The largest part of the time that is spent on reading the run."""
-
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_COLUMNS = 48
 _RECENT = 20
@@ -64,7 +60,6 @@ def top(
     report = look(None)
     if not report.is_run:
         raise errors.OptionError(f"{path} is a single checkpoint: pass a run directory")
-    verdict = _report.flight_recorder.judge(report)
     if json:
         _output.print_document(_document(report))
     elif once or not _output.is_terminal():
@@ -76,13 +71,14 @@ def top(
                 draw(report), console=console.Console(), auto_refresh=False
             ) as on,
         ):
-            while True:
-                start = time.monotonic()
+
+            def update() -> None:
+                nonlocal report
                 report = look(report)
                 on.update(draw(report), refresh=True)
-                spent = time.monotonic() - start
-                time.sleep(max(_POLL_SECS, spent / _SHARE_OF_TIME))
-        verdict = _report.flight_recorder.judge(report)
+
+            _app.repeat(update)
+    verdict = _report.flight_recorder.judge(report)
     return _app.FINDING if verdict.state == "bad" else _app.SUCCESS
 
 
@@ -217,7 +213,7 @@ def _next_save(saves: Sequence[SavedStep], now: float) -> str:
     step, wait = f"step {expected.step:,}", expected.time - now
     if wait >= 0:
         return f"{step} in {_ago(wait)}"
-    if -wait < max(expected.every_secs, 2 * _POLL_SECS):
+    if -wait < max(expected.every_secs, 2 * _app.POLL_SECS):
         return f"{step} is due"
     secs = expected.every_secs
     every = _ago(secs) if secs >= 60 else _output.secs(secs)
