@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from flaxckpt._checkpoint.verify import verify
     from flaxckpt._checkpoint.verify_report import VerifyReport
     from flaxckpt._convert.convert import convert
-    from flaxckpt._convert.huggingface import export_huggingface
-    from flaxckpt._convert.peft import export_peft
+    from flaxckpt._convert.exports import export_huggingface, export_peft
     from flaxckpt._formats.reader import CheckpointMetadata
     from flaxckpt._inspect.bits import BitDiff
     from flaxckpt._inspect.diff import CheckpointDiff, LeafDiff, diff
@@ -109,8 +108,7 @@ _HOMES = {
     "_checkpoint.verify": "verify",
     "_checkpoint.verify_report": "VerifyReport",
     "_convert.convert": "convert",
-    "_convert.huggingface": "export_huggingface",
-    "_convert.peft": "export_peft",
+    "_convert.exports": "export_huggingface export_peft",
     "_formats.reader": "CheckpointMetadata",
     "_inspect.bits": "BitDiff",
     "_inspect.diff": "CheckpointDiff LeafDiff diff",

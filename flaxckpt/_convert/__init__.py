@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from flaxckpt import _doors
 
 if TYPE_CHECKING:
-    from flaxckpt._convert import convert, huggingface, peft
+    from flaxckpt._convert import convert, exports
 
 if not TYPE_CHECKING:
     __getattr__ = _doors.opener(__name__)

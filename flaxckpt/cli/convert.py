@@ -108,7 +108,7 @@ def convert(
     src, step = _app.locate_step(src, step, step_format)
     if format == "huggingface":
         _refuse({"--items": items}, "without --to huggingface")
-        result = _convert.huggingface.export_huggingface(
+        result = _convert.exports.export_huggingface(
             src,
             dst,
             map=map or "auto",
