@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from flaxckpt import _state, _util, errors
-from flaxckpt._arrays import device_copy, device_memory, layout
+from flaxckpt._arrays import device_copy, layout
 from flaxckpt._arrays.device_copy import DeviceCopy
 from flaxckpt._state.leaf import Leaf, LeafInfo
 from flaxckpt._types import LeafPath, Shape
@@ -266,7 +266,7 @@ def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool
 
 def _own_values(array: jax.Array) -> Array:
     """Returns a view on the CPU, else a copy: views of pinned memory bar a donation."""
-    if device_memory.is_beside(array) and not _is_on_cpu(array.sharding):
+    if device_copy.is_beside(array) and not _is_on_cpu(array.sharding):
         return np.array(array)
     return np.asarray(array)
 
@@ -422,7 +422,7 @@ def _part(
 def _cut(data: Array | jax.Array, axis: int, start: int, stop: int) -> Any:
     """Returns a part of an array; on an accelerator, so that only it is transferred."""
     part = (*[slice(None)] * axis, slice(start, stop))
-    if isinstance(data, jax.Array) and device_memory.is_beside(data):
+    if isinstance(data, jax.Array) and device_copy.is_beside(data):
         # Accelerators do not compute in host memory.
         return np.array(np.asarray(data)[part])
     return data[part]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._arrays import device_memory, to_host
+from flaxckpt._arrays import device_copy, to_host
 from flaxckpt._checkpoint import save
 from flaxckpt._checkpoint.commit import SaveOptions
 from flaxckpt.configs import CheckpointConfig
@@ -251,7 +251,7 @@ def test_auto_checks_device_memory(monkeypatch, caplog, tmp_path, fits):
         asked.extend(found)
         return fits
 
-    seams.replace(monkeypatch, "device_memory.has_room", has_room)
+    seams.replace(monkeypatch, "device_copy.has_room", has_room)
     seams.replace(monkeypatch, "to_host.is_on_cpu", lambda sharding: False)
     caplog.set_level(logging.DEBUG, "flaxckpt")
     state = {"w": jnp.ones((8, 8)), "n": np.arange(3)}
@@ -281,7 +281,7 @@ def test_auto_checks_device_memory(monkeypatch, caplog, tmp_path, fits):
 def test_counts_peak_memory_of_step(stats, size, largest, fits):
     names = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use")
     told = dict(zip(names, stats, strict=False))
-    assert device_memory._has_room(told, size, largest) == fits
+    assert device_copy._has_room(told, size, largest) == fits
 
 
 def test_state_arrays_keep_no_values_on_host(monkeypatch):
