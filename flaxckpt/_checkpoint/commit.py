@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from flaxckpt import _arrays, _distributed, _formats, _steps, _storage, _util, errors
-from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._checkpoint.overwrite import check_replaceable
+from flaxckpt._checkpoint.save_handle import Cancellation
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._storage.transaction import Transaction

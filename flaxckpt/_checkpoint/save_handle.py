@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NoReturn
 
 from flaxckpt import _doors, _steps, _util, errors
-from flaxckpt._checkpoint.cancellation import Cancellation
 from flaxckpt._util.pace import Pace
 
 _log = logging.getLogger(__name__)
@@ -62,6 +61,30 @@ class SaveResult:
             return _steps.markers.count_copies(os.listdir(self.path))  # noqa: PTH208
         except OSError:  # deleted since
             return 0
+
+
+class Cancellation:
+    """The decision whether a save is cancelled or may commit; thread-safe.
+
+    Holds no lock, which a forked process would wait for: `dict.setdefault` is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._decision: dict[str, str | None] = {}
+
+    def cancel(self, message: str) -> None:
+        """Cancels the save unless it is already decided; `message` is its error."""
+        self._decision.setdefault("message", message)
+
+    def check(self) -> None:
+        """Raises SaveCancelledError if the save is cancelled."""
+        if (message := self._decision.get("message")) is not None:
+            raise errors.SaveCancelledError(message)
+
+    def close(self) -> None:
+        """Ends the time in which the save can be cancelled, or raises its error."""
+        self._decision.setdefault("message", None)
+        self.check()
 
 
 @_util.guessed_names.explain

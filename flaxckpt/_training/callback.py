@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,13 +15,7 @@ from flaxckpt import _run, _state, _util, datasets, errors
 from flaxckpt._checkpoint.planner import RestoreOptions
 from flaxckpt._checkpoint.save_handle import SaveHandle
 from flaxckpt._run.checkpointer import Checkpointer, session_of
-from flaxckpt._training import (
-    arguments,
-    completed_step,
-    lost_steps,
-    resume_check,
-    step_counter,
-)
+from flaxckpt._training import arguments, completed_step, resume_check, step_counter
 from flaxckpt._training import preflight as training_preflight
 from flaxckpt._training import start as training_start
 from flaxckpt._training.completed_step import CompletedStep
@@ -392,7 +388,7 @@ class CheckpointCallback(Closing):
         self._session.saves.settings.callback = self._triggers.settings()
         subscribe = self.checkpointer.events.subscribe
         self._subscribed += [sink for sink in self._sinks if subscribe(sink)]
-        lost_steps.watch(self)
+        _begun.add(self)
         self._preemption.begin()
 
     def _save(
@@ -660,4 +656,21 @@ class CheckpointCallback(Closing):
         self._session.detach(self)
         while self._subscribed:
             self.checkpointer.events.unsubscribe(self._subscribed.pop())
-        lost_steps.forget(self)
+        _begun.discard(self)
+
+
+_begun: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
+"""Callbacks that have started and are not closed."""
+
+
+@atexit.register
+def _warn_of_lost_steps() -> None:
+    for callback in list(_begun):
+        last = callback.step_to_save()
+        saves = session_of(callback.checkpointer).saves
+        if last is not None and not saves.has_saved(last.step):
+            _log.warning(
+                "the program ends without saving step %d: close the Checkpointer or the"
+                " CheckpointCallback, preferably with a with block",
+                last.step,
+            )
