@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -197,17 +198,11 @@ def merge_metrics(
     metrics: Mapping[str, Any], added: Mapping[str, float]
 ) -> dict[str, Any]:
     """Returns a copy of `metrics` with `added` numbers where Orbax looks for them."""
-    merged: dict[str, Any] = _copy(metrics)
+    merged = copy.deepcopy(dict(metrics))
     for name, number in added.items():
         if name in merged or not _replace_nested(merged, name, number):
             merged[name] = number
     return merged
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _replace_nested(metrics: dict[str, Any], name: str, number: float) -> bool:

@@ -350,6 +350,11 @@ class StepParts(NamedTuple):
     own: int | None
     files: tuple[dict[str, int], ...]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The files of all parts."""
+        return {name: size for part in self.files for name, size in part.items()}
+
     def content(self) -> bytes:
         return json.dumps(self._asdict()).encode()
 

@@ -185,10 +185,10 @@ def has_metadata(path: Path) -> bool:
         known = parts.find_parts(path)
         manifest = (path / parts.MANIFEST).read_bytes()
         deleted = _steps.markers.deleted_items(_storage.of(path).names(path))
-        listed = parts.parse_manifest(manifest).without(deleted).files
+        listed = parts.parse_manifest(manifest).without(deleted)
         if (path / parts.MARKER).read_bytes() != _commit_marker(manifest):
             return False
-        if listed != ({n: size for part in known.files for n, size in part.items()},):
+        if listed.sizes != known.sizes:
             return False
         return all(
             _storage.files.digest((path / name).read_bytes()) == digest
@@ -202,11 +202,10 @@ def _digests(
     manifest: bytes, known: StepParts, deleted: Collection[str]
 ) -> dict[str, str]:
     """Returns the metadata files of the items that are left -> their digests."""
-    data = {name for part in known.files for name in part}
     digests = json.loads(manifest)["digests"]
     return {
         name: digests[name]
-        for name in digests.keys() - data
+        for name in digests.keys() - known.sizes.keys()
         if _steps.markers.top(name) not in deleted
     }
 
@@ -269,15 +268,14 @@ def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], by
             )
         if _storage.files.digest(marker) != sources.save:
             raise ValueError(f"{path.name} is another save there")
-        (listed,) = parts.parse_manifest(manifest).files
-        known = StepParts(0, (listed,))
+        known = listed = parts.parse_manifest(manifest)
         if PARTS in files:
             known = _steps.markers.parse_parts(files[PARTS])
-        if {n: size for part in known.files for n, size in part.items()} != listed:
+        if known.sizes != listed.sizes:
             raise ValueError(f"the parts of {path.name} are not those of its manifest")
         files[PARTS] = known._replace(own=None).content()
         names = {*_digests(manifest, known, ()), *_formats.items.UNDIGESTED, *_MARKERS}
-        items = {_steps.markers.top(name) for name in {*listed, *names}}
+        items = {_steps.markers.top(name) for name in {*listed.sizes, *names}}
         marks = {_steps.markers.deletion_marker(item): item for item in items}
         files |= read({*names, *marks} - {parts.MARKER, *files})
     deleted = {marks[name] for name in marks.keys() & files.keys()}

@@ -135,8 +135,8 @@ def examine(path: Path, here: Held, others: Collection[str]) -> Held:
     try:
         manifest = (path / MANIFEST).read_bytes()
         marker = _formats.native_contents.commit_marker(manifest)
-        (listed,) = parse_manifest(manifest).files
-        known = (_steps.markers.read_parts(path) or StepParts(0, (listed,))).files
+        listed = parse_manifest(manifest)
+        known = _steps.markers.read_parts(path) or listed
     except (OSError, ValueError, errors.DamagedCheckpointError):
         return here  # looked at elsewhere
     save = _storage.files.digest(marker)
@@ -146,7 +146,7 @@ def examine(path: Path, here: Held, others: Collection[str]) -> Held:
         _log.warning("%s is damaged, and written again", path / MARKER)
         _storage.of(path).replace(path / MARKER, marker)
         here = here._replace(save=save)
-    if {name: size for part in known for name, size in part.items()} == listed:
+    if known.sizes == listed.sizes:
         return here
     if save != here.save:  # the manifest is damaged, and copied again by a restore
         return here

@@ -126,9 +126,9 @@ def make(
         if why := _checkpoint.verify.find_damage(path, None):
             raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
         if (held := find_held(path)) is not None:
-            files = find_parts(path).files
-            _assign(path, range(len(files)), [held.parts])
-            names = [name for part in files for name in part]
+            known = find_parts(path)
+            _assign(path, range(len(known.files)), [held.parts])
+            names = known.sizes
     if _steps.markers.is_damaged(final):
         overwrite = True
         _checkpoint.overwrite.set_aside(final)
@@ -194,12 +194,12 @@ def _copy_parts(
     """
     if (held := find_held(path)) is None or not part_copies.has_metadata(path):
         raise errors.DamagedCheckpointError(f"the metadata of {path} is damaged")
-    files = find_parts(path).files
+    known = find_parts(path)
     near = None if earlier is None else str(earlier)
     message = [path.name, held.save, str(target), near]
     operation.first("next", lambda: message)
     sound = [{*row} for row in operation.gather("held", held.parts)]
-    missing, turn = {*range(len(files))}, 0
+    missing, turn = {*range(len(known.files))}, 0
     while missing:
         assigned = _assign(path, missing, sound)
         operation.first(f"copy {turn}", functools.partial(list, assigned))
@@ -216,7 +216,7 @@ def _copy_parts(
             missing |= {*row}
         turn += 1
     operation.first(f"copy {turn}", lambda: None)
-    return frozenset(name for part in files for name in part)
+    return frozenset(known.sizes)
 
 
 def _assign(
