@@ -242,26 +242,28 @@ def damage_time(path: Path) -> float | None:
     """Returns the seconds since 1970 in a marker of damage; 0 if not recorded."""
     if not is_damaged(path):
         return None
-    try:
-        return float(_read_json(path / DAMAGED)["time"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0.0
+    when = _read_damage(path, "time")
+    return float(when) if isinstance(when, int | float) else 0.0
 
 
 def damage_reason(path: Path) -> str:
     """Returns the reason in the marker of a damaged step, or a substitute."""
-    try:
-        row = _read_json(path / DAMAGED)
-        return errors.printable(str(row["reason"])[:_MAX_REASON])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    reason = _read_damage(path, "reason")
+    if reason is None:
         return "its marker gives no reason"
+    return errors.printable(str(reason)[:_MAX_REASON])
 
 
 def damaged_leaves(path: Path) -> frozenset[LeafPath] | None:
     """Returns the leaves of a damaged step that cannot be read; None if unknown."""
+    leaves = _read_damage(path, "leaves")
+    return frozenset(map(str, leaves)) if isinstance(leaves, list) else None
+
+
+def _read_damage(path: Path, field: str) -> Any:
+    """Returns a field of a marker of damage; None if it cannot be read."""
     try:
-        leaves = _read_json(path / DAMAGED)["leaves"]
-        return frozenset(map(str, leaves)) if isinstance(leaves, list) else None
+        return _read_json(path / DAMAGED)[field]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
