@@ -102,7 +102,7 @@ def to_host(
     views = memory != "device"
     faults: dict[LeafPath, str] = {}
     arrays: list[HostArray] = []
-    on_devices: list[HostShard] = []
+    on_devices: list[jax.Array] = []
     for name, chunk_shape, leaf in leaves:
         info, value = leaf.info, leaf.source
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -117,7 +117,7 @@ def to_host(
             reference = weakref.ref(value)
         else:
             shards = _copied_part(info, value)
-        on_devices += [s for s in shards if not isinstance(s.data, np.ndarray)]
+        on_devices += [s.data for s in shards if isinstance(s.data, jax.Array)]
         shape = info.stored_shape
         dtype = info.dtype or ""
         arrays.append(HostArray(name, shape, dtype, chunk_shape, shards, reference))
@@ -130,17 +130,7 @@ def to_host(
     if not on_devices:
         return arrays
     copies = iter(_copy(on_devices, memory))
-    return [
-        array._replace(
-            shards=tuple(
-                [
-                    s if isinstance(s.data, np.ndarray) else next(copies)
-                    for s in array.shards
-                ]
-            )
-        )
-        for array in arrays
-    ]
+    return [_with_next(array, jax.Array, copies) for array in arrays]
 
 
 def staged(
@@ -219,22 +209,20 @@ def _is_on_one(sharding: Sharding) -> bool:
     return len(sharding.device_set) == 1 and sharding.is_fully_addressable
 
 
-def _copy(shards: Sequence[HostShard], memory: SnapshotMemory) -> list[HostShard]:
+def _copy(
+    arrays: Sequence[jax.Array], memory: SnapshotMemory
+) -> Sequence[DeviceCopy | Array | jax.Array]:
     """Copies jax arrays of one device each; the originals may then be donated.
 
     Returns immediately: jax delays a donation of the original until the copy is made.
     Without pinned memory, waits for the transfers.
     """
-    arrays = [shard.data for shard in shards if isinstance(shard.data, jax.Array)]
-    copies: Sequence[DeviceCopy | Array | jax.Array] | None = None
-    if memory != "host" and arrays:
+    if memory != "host":
         copies = device_copy.copy(arrays, needs_room=memory == "auto")
-    if copies is None:
-        transfers, are_pinned = _start_transfers(arrays)
-        copies = transfers if are_pinned else list(map(_own_values, transfers))
-    return [
-        shard._replace(data=copy) for shard, copy in zip(shards, copies, strict=True)
-    ]
+        if copies is not None:
+            return copies
+    transfers, are_pinned = _start_transfers(arrays)
+    return transfers if are_pinned else list(map(_own_values, transfers))
 
 
 def _start_transfers(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], bool]:
@@ -282,16 +270,7 @@ def _start_moves(batch: Sequence[HostArray]) -> list[HostArray]:
     for copy in copies:
         copy.delete()  # jax frees the memory at the end of the transfer
     moved = iter(transfers)
-    return [
-        _with_values(
-            array,
-            [
-                next(moved) if isinstance(shard.data, DeviceCopy) else shard.data
-                for shard in array.shards
-            ],
-        )
-        for array in batch
-    ]
+    return [_with_next(array, DeviceCopy, moved) for array in batch]
 
 
 def _end_moves(batch: Sequence[HostArray]) -> Iterator[list[HostArray]]:
@@ -313,6 +292,17 @@ def _end_move(data: Array | jax.Array | DeviceCopy) -> Array | jax.Array:
     values = np.asarray(data.value)
     data.delete()
     return values
+
+
+def _with_next(array: HostArray, kind: type, values: Iterator[Any]) -> HostArray:
+    """Returns the array with the next of `values` in place of each of a kind."""
+    return _with_values(
+        array,
+        [
+            next(values) if isinstance(shard.data, kind) else shard.data
+            for shard in array.shards
+        ],
+    )
 
 
 def _with_values(
