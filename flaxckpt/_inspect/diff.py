@@ -206,15 +206,8 @@ def summarize(found: CheckpointDiff) -> str:
 def _rows(title: str, leaves: Mapping[LeafPath, object]) -> list[str]:
     if not leaves:
         return []
-    rows = [
-        f"  {path}: {text}" if text else f"  {path}" for path, text in leaves.items()
-    ]
-    more = len(rows) - _ROWS_PRINTED
-    return [
-        f"{title}: {len(rows)}",
-        *rows[:_ROWS_PRINTED],
-        *([f"  … and {more} more"] if more > 0 else []),
-    ]
+    rows = [f"{path}: {text}" if text else path for path, text in leaves.items()]
+    return [f"{title}: {len(rows)}", *_util.humanize.rows(rows, _ROWS_PRINTED)]
 
 
 @_util.guessed_names.explain

@@ -91,7 +91,10 @@ class ReplayReport:
                 title,
                 f"step {self.last_equal} is reproduced, step {self.first_different} is"
                 f" not: {len(self.changed)} of {leaves} differ",
-                *_rows(f"{path}: {change}" for path, change in self.changed.items()),
+                *_util.humanize.rows(
+                    [f"{path}: {change}" for path, change in self.changed.items()],
+                    _ROWS_PRINTED,
+                ),
                 *self._diagnosis(),
             ]
         )
@@ -106,16 +109,10 @@ class ReplayReport:
         return [
             f"A second repeat differs from the first, from step {self.unstable_step}"
             " on, in:",
-            *_rows(self.unstable),
+            *_util.humanize.rows(self.unstable, _ROWS_PRINTED),
             "The computation is not deterministic (random numbers of numpy, the time,",
             "kernels of a GPU), or this machine is faulty: try another one.",
         ]
-
-
-def _rows(lines: Iterable[str]) -> list[str]:
-    rows = [f"  {line}" for line in lines]
-    more = len(rows) - _ROWS_PRINTED
-    return [*rows[:_ROWS_PRINTED], *([f"  … and {more} more"] if more > 0 else [])]
 
 
 @_util.guessed_names.explain

@@ -120,8 +120,7 @@ class Suggestion:
         if self.ambiguous:
             shown = [str(one).replace("\n   ", "") for one in self.ambiguous]
             raise errors.OptionError(
-                "in the suggested transforms,"
-                f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous:\n"
+                f"in the suggested transforms, {self._count_choices()} ambiguous:\n"
                 + errors.rows(shown)
                 + "\nPass the right rows, suggest(…, transforms=[remap([…])]), or take"
                 " the first of each: accept()."
@@ -168,6 +167,9 @@ class Suggestion:
             lines += ["    remap(", "        [", *rows, "        ],", *sizes, "    ),"]
         return "\n".join([*lines, "]"])
 
+    def _count_choices(self) -> str:
+        return _util.humanize.count(len(self.ambiguous), "choice is", "choices are")
+
     @property
     def _has_transforms(self) -> bool:
         return bool(self.rows or self.given or self.gguf is not None)
@@ -178,8 +180,9 @@ class Suggestion:
         wanted = len(self.leaves) + len(self.left)
         lines = [
             f"{len(self.leaves)} of {wanted} leaves have a source;"
-            f" {_count(self.ambiguous, 'choice is', 'choices are')} ambiguous;"
-            f" {_count(self.unused, 'leaf', 'leaves')} of the source unused"
+            f" {self._count_choices()} ambiguous;"
+            f" {_util.humanize.count(len(self.unused), 'leaf', 'leaves')} of the source"
+            " unused"
         ]
         if self._has_transforms:
             lines += ["", self.code]
@@ -190,10 +193,6 @@ class Suggestion:
         lines += _part("without a source", (f"{p}: {t}" for p, t in self.left.items()))
         lines += _part("unused in the source", self.unused)
         return "\n".join(lines)
-
-
-def _count(items: Sequence[object], one: str, many: str) -> str:
-    return f"{len(items)} {one if len(items) == 1 else many}"
 
 
 def _evidence(leaves: Mapping[LeafPath, LeafMatch]) -> Iterator[str]:
@@ -210,20 +209,11 @@ def _evidence(leaves: Mapping[LeafPath, LeafMatch]) -> Iterator[str]:
 
 
 def _part(title: str, rows: Iterable[str]) -> list[str]:
-    listed = list(rows)
+    listed = ["\n".join(map(errors.printable, row.split("\n"))) for row in rows]
     if not listed:
         return []
-    shown = [
-        "  " + "\n".join(map(errors.printable, row.split("\n")))
-        for row in listed[:_ROWS_PRINTED]
-    ]
-    more = len(listed) - len(shown)
-    return [
-        "",
-        f"{title}: {len(listed)}",
-        *shown,
-        *([f"  … and {more} more"] * (more > 0)),
-    ]
+    lines = _util.humanize.rows(listed, _ROWS_PRINTED)
+    return ["", f"{title}: {len(listed)}", *lines]
 
 
 _HOW_TO_CHANGE = "maps.find has the map of a known family; or add scale and offset"

@@ -96,3 +96,10 @@ def duration(seconds: float) -> str:
 def count(n: int, one: str, many: str | None = None) -> str:
     """Formats a count with a noun: `1 step`, `2 steps`."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
+
+
+def rows(lines: Sequence[str], most: int) -> list[str]:
+    """Indents the first lines of a list, and says how many more it has."""
+    shown = [f"  {line}" for line in lines[:most]]
+    more = len(lines) - len(shown)
+    return [*shown, f"  … and {more} more"] if more else shown

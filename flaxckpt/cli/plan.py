@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import click
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
 from flaxckpt.cli import _app, _output, _transforms
 from flaxckpt.cli._parameters import Argument, Option
 
@@ -294,10 +294,8 @@ def _show_suggestion(suggestion: Suggestion, planned: _Planned, *, json: bool) -
         whole.add(lines[-1])
     if not suggestion.ambiguous:
         lines += ["", f"with these transforms, {planned.plan.summary}"]
-        rows = [f"  {problem.row.strip()}" for problem in planned.plan.problems]
-        lines += ["cannot be restored:", *rows[:_MOST_ROWS]] if rows else []
-        if len(rows) > _MOST_ROWS:
-            lines.append(f"  … and {len(rows) - _MOST_ROWS} more")
+        if rows := [problem.row.strip() for problem in planned.plan.problems]:
+            lines += ["cannot be restored:", *_util.humanize.rows(rows, _MOST_ROWS)]
         if not (planned.plan.renames or planned.plan.drops):
             commands = planned.remedies()
         elif planned.plan.drops and (renames or not suggestion.transforms):
