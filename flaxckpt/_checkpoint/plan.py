@@ -212,18 +212,6 @@ def describe_outcomes(restore_plan: RestorePlan, dropped: int = 0) -> str:
     return listed or "nothing to load"
 
 
-def lacks_optimizer_leaves(restore_plan: RestorePlan) -> bool:
-    return any(
-        problem.kind == "missing" and "opt_state" in problem.leaf.split("/")
-        for problem in restore_plan.problems
-    )
-
-
-def lacks_only_leaves(restore_plan: RestorePlan) -> bool:
-    kinds = {problem.kind for problem in restore_plan.problems}
-    return kinds == {"missing"}
-
-
 def _list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {action}" for action, n in counts.items())
 

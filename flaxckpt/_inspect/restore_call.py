@@ -50,20 +50,21 @@ class RestoreCall(NamedTuple):
         """Returns options for plans that may help; rules, to be added, come first."""
         if rules := find_rules(plan):
             return [rules]
-        if not any(problem.kind == "missing" for problem in plan.problems):
+        missing = [each.leaf for each in plan.problems if each.kind == "missing"]
+        if not missing:
             return []
-        is_by_path = self._is_by_path and _checkpoint.plan.lacks_optimizer_leaves(plan)
+        lacks_optimizer = any("opt_state" in leaf.split("/") for leaf in missing)
         options: dict[str, Any] = {
             "suggest": not self.transforms,
             "missing": self.missing == "error" and "init",
-            "optimizer": is_by_path and "match",
+            "optimizer": self._is_by_path and lacks_optimizer and "match",
         }
         return [{name: value} for name, value in options.items() if value]
 
     def options_as_source(self, *, has_dropped: bool) -> dict[str, Any]:
         """Returns the further options of a plan for the source of a new run."""
         plan = self._replace(as_source=True).plan()
-        if has_dropped and _checkpoint.plan.lacks_only_leaves(plan):
+        if has_dropped and {each.kind for each in plan.problems} == {"missing"}:
             # What was dropped may be missing on purpose.
             return find_rules(plan) or {"missing": "init"}
         return find_rules(plan)
