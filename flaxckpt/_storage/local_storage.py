@@ -346,11 +346,6 @@ class LocalStorage:
         self.sync_directory(path.parent)
         return is_first
 
-    def withdraw_name(self, directory: Path, aside: Path, /) -> Path:
-        directory.rename(aside)
-        self.sync_directory(directory.parent)
-        return aside
-
 
 def _entry(inside: str, entry: os.DirEntry[str]) -> WalkedEntry:
     path, is_link = inside + entry.name, entry.is_symlink()

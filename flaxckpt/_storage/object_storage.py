@@ -237,9 +237,6 @@ class ObjectStorage:
             (path / name).write_bytes(content)
         return True
 
-    def withdraw_name(self, directory: RemotePath, aside: RemotePath, /) -> RemotePath:
-        return directory
-
 
 def _found(file: RemotePath, value: _T | None) -> _T:
     """Returns what was read of an object; raises FileNotFoundError for None."""

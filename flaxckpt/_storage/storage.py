@@ -198,9 +198,6 @@ class Storage(Protocol[_Path]):
         Returns False, without any change, if another process was first.
         """
 
-    def withdraw_name(self, directory: _Path, aside: _Path, /) -> Path:
-        """Renames a directory durably where possible; returns the present path."""
-
 
 LOCAL: Storage[Path] = LocalStorage()
 # Typed for all paths, but `of` returns it for a `RemotePath` only.

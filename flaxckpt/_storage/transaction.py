@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import errno
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -236,20 +237,12 @@ def delete(path: Path, check: Callable[[Path], object]) -> None:
     if paths.is_remote(path):
         _delete_objects(path, check)
         return
-    aside = temporary.new_path(path, temporary.DELETED)
-    with temporary.claim(path):
-        with leases.deletion(path):
-            check(path)
-            rename.withdraw(path, aside)
-            try:
-                # A reader or a pin may have come before the rename.
-                _check_unread(path, aside)
-                check(aside)
-            except errors.SaveFailedError:
-                aside.rename(path)
-                files.sync_directory(path.parent)
-                raise
-        temporary.discard(aside)
+
+    def check_again(aside: Path) -> None:
+        _check_unread(path, aside)
+        check(aside)
+
+    _take_away(path, path, functools.partial(check, path), check_again)
 
 
 def _delete_objects(path: RemotePath, check: Callable[[Path], object]) -> None:
@@ -277,16 +270,30 @@ def delete_part(path: Path, name: str, announce: Callable[[], object]) -> None:
             _check_unread(path, path)
             storage.of(path).remove_tree(path / name)
         return
+    _take_away(path, path / name, announce, lambda _: _check_unread(path, path))
+
+
+def _take_away(
+    path: Path,
+    target: Path,
+    begin: Callable[[], object],
+    check: Callable[[Path], object],
+) -> None:
+    """Removes a checkpoint, or a directory in it: first the name, then the files.
+
+    `check` gets the present path, and raises SaveFailedError for a reader or a pin that
+    has come before the rename.
+    """
     aside = temporary.new_path(path, temporary.DELETED)
-    with temporary.claim(path / name):
+    with temporary.claim(target):
         with leases.deletion(path):
-            announce()
-            storage.LOCAL.withdraw_name(path / name, aside)
+            begin()
+            rename.withdraw(target, aside)
             try:
-                _check_unread(path, path)
+                check(aside)
             except errors.SaveFailedError:
-                aside.rename(path / name)
-                files.sync_directory(path)
+                aside.rename(target)
+                files.sync_directory(target.parent)
                 raise
         temporary.discard(aside)
 

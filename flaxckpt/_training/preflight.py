@@ -156,9 +156,11 @@ def _probe(directory: Path, content: bytes) -> float:
             _storage.of(made).write(made / "probe", content)
             secs = time.monotonic() - start
             action = "rename a directory in"
-            renamed = _storage.of(made).withdraw_name(made, renamed)
+            if _storage.of(made).can_rename:
+                _storage.rename.withdraw(made, renamed)
+                made = renamed
             action = "remove a directory from"
-            _storage.of(renamed).remove_tree(renamed)
+            _storage.of(made).remove_tree(made)
     except OSError as error:
         raise errors.SaveFailedError(
             f"cannot {action} {directory}: {error}; no step could be saved there."

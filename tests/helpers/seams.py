@@ -61,7 +61,6 @@ SEAMS = {
     "disk.stream": "_storage.storage:LOCAL.stream",
     "disk.sync_tree": "_storage.storage:LOCAL.sync_tree",
     "disk.sync_directory": "_storage.storage:LOCAL.sync_directory",
-    "disk.withdraw_name": "_storage.storage:LOCAL.withdraw_name",
     "disk.write": "_storage.storage:LOCAL.write",
     "disk.write_parts": "_storage.storage:LOCAL.write_parts",
     "disk_usage.on_disk": "_run.disk_usage:on_disk",

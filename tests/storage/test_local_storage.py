@@ -515,13 +515,6 @@ def test_adds_directory_once_with_all_files(tmp_path, disk, umask):
         LOCAL.add_directory(step / "link", FILES)
 
 
-def test_withdraw_name_is_durable(tmp_path, disk):
-    make(tmp_path / "7", file=b"")
-    assert LOCAL.withdraw_name(tmp_path / "7", tmp_path / "x") == tmp_path / "x"
-    assert LOCAL.names(tmp_path) == ["x"]
-    assert disk.synced == ["."]
-
-
 def commit(final, *, before=lambda: None, mode=None):
     with transaction.begin(final, mode=mode) as new:
         make(new.directory, state__w=b"12345")
@@ -725,13 +718,7 @@ def test_delete_part_announces_withdraws_and_removes_part(tmp_path, disk, monkey
 
 def test_delete_part_restores_name_durably_for_late_reader(tmp_path, disk, monkeypatch):
     step = make(tmp_path / "7", state__w=b"12")
-    real = LOCAL.withdraw_name
-
-    def withdraw_name(part, aside):
-        (step / READER).touch()
-        return real(part, aside)
-
-    seams.replace(monkeypatch, "disk.withdraw_name", withdraw_name)
+    late(monkeypatch, lambda part: (step / READER).touch())
     with pytest.raises(errors.SaveFailedError, match=r"7 is not deleted: .* there:7"):
         transaction.delete_part(step, "state", bool)
     assert sorted(LOCAL.names(step)) == [READER, "state"]

@@ -31,16 +31,16 @@ def late_reader(step):
 
 def test_delete_item_rejects_item_being_read(tmp_path, monkeypatch):
     step = saved(tmp_path, items=("params", "opt_state"))
-    real, readers = seams.current("disk.withdraw_name"), []
+    real, readers = seams.current("rename.withdraw"), []
 
-    def withdraw_name(directory, aside):
+    def withdraw(directory, aside):
         if not readers:
             readers.append(late_reader(step))
-        return real(directory, aside)
+        real(directory, aside)
 
     with flaxckpt.Checkpointer(tmp_path) as ckpt:
         with monkeypatch.context() as patch:
-            seams.replace(patch, "disk.withdraw_name", withdraw_name)
+            seams.replace(patch, "rename.withdraw", withdraw)
             with pytest.raises(errors.SaveFailedError, match="is being read"):
                 ckpt.delete(1, item="opt_state")
         assert (step / "opt_state").is_dir()
