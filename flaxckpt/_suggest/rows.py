@@ -109,6 +109,11 @@ class RowNames:
             )
         gathered = self._own_indices(source, left, taken)
         scattered = self._own_indices(target, right, taken)
+        form = form._replace(
+            left=_without_numbers(form.left, gathered),
+            right=_without_numbers(form.right, scattered),
+        )
+        gathered, scattered = [*filter(None, gathered)], [*filter(None, scattered)]
         text = None
         if not form.is_plain or gathered or scattered:
             text = self._form(form, gathered, scattered)
@@ -117,12 +122,19 @@ class RowNames:
     def _own_indices(
         self, pattern: Pattern, texts: dict[int, str], taken: list[str]
     ) -> list[str]:
-        """Names the indices that only one side has; returns the names, in order."""
+        """Names the indices that only one side has; returns the names, in order.
+
+        The name of an index with one value is empty: it is written as the value.
+        """
         own = []
         for at, words in enumerate(pattern.words):
             if at in texts:
                 continue
             first = pattern.values[at][0]
+            if len(pattern.values[at]) == 1:
+                texts[at] = words[0] if words else str(first)
+                own.append("")
+                continue
             name = self._index(len(pattern.values[at]), taken, is_word=bool(words))
             offset = f"+{first}" if first else ""
             texts[at] = (
@@ -215,6 +227,14 @@ def _first_of_run(pairs: set[tuple[int, int]]) -> tuple[int, int] | None:
 def _is_start(stored: set[int], first: int, count: int) -> bool:
     """Returns True if `count` numbers from `first` on are the first of those stored."""
     return min(stored) == first and {*range(first, first + count)} <= stored
+
+
+def _without_numbers(
+    axes: Sequence[forms.Factors], names: Sequence[str]
+) -> tuple[forms.Factors, ...]:
+    """Returns `axes` without those of indices that have no name; they come first."""
+    own = [atoms for atoms, name in zip(axes, names, strict=False) if name]
+    return (*own, *axes[len(names) :])
 
 
 def _filled(pattern: Pattern, texts: Mapping[int, str]) -> str:

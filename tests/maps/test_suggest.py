@@ -5,6 +5,7 @@ import cProfile
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import flaxckpt
@@ -238,6 +239,21 @@ def test_moments_follow_parameters(tmp_path):
         loaded.opt_state[0].mu["net"]["up"]["kernel"],
         flaxckpt.load(tmp_path / "a", state).opt_state[0].mu["model"]["up"]["weight"].T,
     )
+
+
+def test_fills_module_in_tuple_with_its_optimizer(tmp_path):
+    kernel = np.arange(6, dtype=np.float32).reshape(2, 3)
+    source = tmp_path / "source.npz"
+    np.savez(source, **{"params/up/kernel": kernel, "params/up/bias": kernel[0]})
+    module = nnx.Dict(up=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    state = module, nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param)
+    suggestion = flaxckpt.suggest(source, state)
+    assert {*suggestion.leaves} == {"0/up/kernel", "0/up/bias"}
+    loaded, _ = flaxckpt.load(
+        source, state, transforms=suggestion.transforms, missing="init"
+    )
+    np.testing.assert_array_equal(loaded.up.kernel[...], kernel)
+    np.testing.assert_array_equal(loaded.up.bias[...], kernel[0])
 
 
 # ---- ambiguity ----------------------------------------------------------------------
