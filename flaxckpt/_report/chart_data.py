@@ -223,21 +223,15 @@ def draw_runs(
     def age(run: str) -> float:
         return min((save.began for save in reports[run].saves), default=math.inf)
 
-    def is_live(run: str) -> bool:
-        report = reports[run]
-        return any(report.made - save.began < _LIVE_SECS for save in report.saves[-1:])
-
     def draw(run: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
-        line = curve(run, points)
+        report, line = reports[run], curve(run, points)
+        is_live = any(report.made - s.began < _LIVE_SECS for s in report.saves[-1:])
         steps = [point.step for point in _thin(points)]
-        return line | {"live": is_live(run), "t": _times(reports[run], steps)}
+        return line | {"live": is_live, "t": _times(report, steps)}
 
     drawn = [
-        {
-            "name": errors.printable(name),
-            "lines": [draw(run, values) for run, values in lines.items()],
-        }
-        for name, lines in metrics.items()
+        {"name": errors.printable(name), "lines": [draw(*r) for r in runs.items()]}
+        for name, runs in metrics.items()
     ]
     names = [*map(errors.printable, sorted(reports, key=age))]
     shown = {run for lines in metrics.values() for run in lines}

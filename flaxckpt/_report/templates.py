@@ -83,9 +83,6 @@ def _environment() -> jinja2.Environment:
         "clock": humanize.clock,
         "digest": lambda text: zlib.crc32(text.encode(errors="replace")),
         "few": errors.first_few,
-        "finite": lambda value: (
-            f"{value:.3g}" if math.isfinite(value) else "not finite"
-        ),
         "iso": _iso,
         "leaf": errors.name_leaf,
         "log_share": log_share,
