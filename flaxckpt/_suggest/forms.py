@@ -279,16 +279,27 @@ class Observation(NamedTuple):
 
 
 class Evidence:
-    """Counts the forms of matches, by the modules around them and their kind."""
+    """Counts the forms of matches, by the modules around them and their kind.
 
-    def __init__(self, observations: Iterable[Observation]) -> None:
+    Leaves that are the same on both sides count only for leaves of their names: a table
+    of positions says nothing about kernels.
+    """
+
+    def __init__(
+        self, observations: Iterable[Observation], same: Iterable[Observation] = ()
+    ) -> None:
         self._counts: dict[tuple[object, ...], Counter[Candidate]] = defaultdict(
             Counter
         )
         for one in observations:
-            for depth in range(len(one.scope) + 1):
-                for kind in (one.kind, one.kind[:1]):
-                    self._counts[one.scope[:depth], kind][one.form] += 1
+            self._count(one, one.kind)
+            self._count(one, one.kind[:1])
+        for one in same:
+            self._count(one, one.kind)
+
+    def _count(self, one: Observation, kind: tuple[object, ...]) -> None:
+        for depth in range(len(one.scope) + 1):
+            self._counts[one.scope[:depth], kind][one.form] += 1
 
     def nearest(
         self,

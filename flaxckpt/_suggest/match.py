@@ -81,10 +81,26 @@ class Link:
     def kind(self) -> tuple[object, ...]:
         """What layers of one kind have in common, for the choice of a form."""
         shape = next(iter(self.source.shapes.values()))
-        is_table = any("embed" in one for one in self.target.meanings)
-        axes = len([size for size in shape if size != 1])
-        role = "embedding" if is_table else "kernel" if axes < 3 else "convolution"
-        return role, self.source.components[-1], self.target.components[-1]
+        last = self.source.components[-1], self.target.components[-1]
+        return _kind(shape, self.target.meanings, last)
+
+
+def _kind(
+    shape: Shape, meanings: Sequence[names.Meaning], last: tuple[str, str]
+) -> tuple[object, ...]:
+    is_table = any("embed" in one for one in meanings)
+    axes = len([size for size in shape if size != 1])
+    role = "embedding" if is_table else "kernel" if axes < 3 else "convolution"
+    return role, *last
+
+
+def observe_same(path: LeafPath, shape: Shape) -> forms.Observation:
+    """Returns the match of a leaf with the leaf of the same path and shape."""
+    components = names.without_numbers(path).split("/")
+    axes = forms.Axes((), shape)
+    kind = _kind(shape, names.meanings(path.split("/")), (components[-1],) * 2)
+    plain = next(one for one in forms.candidates(axes, axes) if one.is_plain)
+    return forms.Observation(tuple(components[:-1]), kind, plain)
 
 
 def link(source: Pattern, target: Pattern, similarity: float) -> Link | None:

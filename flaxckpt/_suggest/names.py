@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from flaxckpt._types import LeafPath
+
 Words: TypeAlias = tuple[str, ...]
 Meaning: TypeAlias = frozenset[str]
 """The concepts of a path, without order."""
@@ -158,6 +160,11 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+|#")
 def words(text: str) -> Words:
     """Splits a name at `_`, at capitals and at digits: `ln_1` is `ln` and `1`."""
     return tuple(word.lower() for word in _WORD.findall(text))
+
+
+def without_numbers(path: LeafPath) -> str:
+    """Returns a path with `#` for each number."""
+    return re.sub("[0-9]+", HOLE, path)
 
 
 def meanings(parts: Sequence[str]) -> tuple[Meaning, ...]:

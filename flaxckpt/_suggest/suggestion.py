@@ -349,6 +349,10 @@ def _draft(
         {path: info for path, info in sources.items() if path not in same},
         {path: info for path, info in targets.items() if path not in same},
         [values.find_changes(side) for side in (sources, targets)],
+        [
+            matching.observe_same(path, sources[path].shape)
+            for path in same.keys() - moved
+        ],
     )
     guess.run(fewest)
     leaves = {
@@ -432,7 +436,7 @@ def _arrays_of(table: LeafTable) -> dict[LeafPath, LeafInfo]:
 class _Guess:
     """Collects the matches of two tables, their rows, and what nothing decides.
 
-    `changes` are those of values, of each side.
+    `changes` are those of values, of each side; `same` are the leaves that both have.
     """
 
     def __init__(
@@ -440,6 +444,7 @@ class _Guess:
         sources: Mapping[LeafPath, LeafInfo],
         targets: Mapping[LeafPath, LeafInfo],
         changes: Sequence[Mapping[LeafPath, values.ValueChange]],
+        same: Sequence[forms.Observation],
     ) -> None:
         self.leaves: dict[LeafPath, LeafMatch] = {}
         self.ambiguous: list[Ambiguity] = []
@@ -448,6 +453,7 @@ class _Guess:
         self._sources = {p: i for p, i in sources.items() if _is_plain(p)}
         self._targets = {p: i for p, i in targets.items() if _is_plain(p)}
         self._changes = changes
+        self._same = same
 
     def run(self, fewest: int) -> None:
         """Matches all leaves, kind of number by kind of number; see `find_patterns`."""
@@ -457,11 +463,12 @@ class _Guess:
 
     def _match(self, sources: list[Pattern], targets: list[Pattern]) -> None:
         matches = matching.match(sources, targets)
-        seen = forms.Evidence(
+        clear = [
             forms.Observation(one.link.scope, one.link.kind, one.link.forms[0])
             for one in matches
             if len(one.link.forms) == 1
-        )
+        ]
+        seen = forms.Evidence(clear, self._same)
         for one in sorted(matches, key=lambda one: str(one.link.source)):
             self._take(
                 one, forms.decide(one.link.forms, one.link.scope, one.link.kind, seen)
@@ -552,7 +559,9 @@ class _Guess:
     @functools.cached_property
     def _counts(self) -> tuple[Counter[str], Counter[str]]:
         """How many leaves of the source and the state are alike but for numbers."""
-        return Counter(map(_alike, self._sources)), Counter(map(_alike, self._targets))
+        return Counter(map(names.without_numbers, self._sources)), Counter(
+            map(names.without_numbers, self._targets)
+        )
 
     def nearest(self, path: LeafPath) -> str:
         """Describes the leaf of the source whose name is most like that of a leaf."""
@@ -580,7 +589,7 @@ class _Guess:
         several layers that repeat, or several stages of stacked layers.
         """
         layers, others = (
-            counts[_alike(p)]
+            counts[names.without_numbers(p)]
             for counts, p in zip(self._counts, (nearest, path), strict=True)
         )
         sizes = [
@@ -588,7 +597,7 @@ class _Guess:
             for side, p in ((self._sources, nearest), (self._targets, path))
         ]
         stacked, rest = divmod(sizes[1], sizes[0]) if sizes[0] else (0, 0)
-        numbers = [_alike(p).count(names.HOLE) for p in (nearest, path)]
+        numbers = [names.without_numbers(p).count(names.HOLE) for p in (nearest, path)]
         in_axis = stacked > 1 and numbers == [1, 1]
         in_names = stacked == 1 and numbers == [1, 2]
         if rest or not 1 < stacked * others <= layers:
@@ -599,10 +608,6 @@ class _Guess:
             f"; its {layers} layers may be numbered in blocks, which are not"
             " guessed: pass rows of remap with {(b r)}"
         )
-
-
-def _alike(path: LeafPath) -> str:
-    return re.sub("[0-9]+", names.HOLE, path)
 
 
 def _is_plain(path: LeafPath) -> bool:

@@ -293,6 +293,21 @@ def test_other_kernel_of_model_counts_as_evidence(tmp_path):
         assert "like 1 other" in match.reason
 
 
+@pytest.mark.parametrize("table", [{}, {"positions/table": (7, 4)}])
+def test_kernel_that_keeps_its_path_counts_as_evidence(table, tmp_path):
+    stored = {"enc/a_0/kernel": (4, 4), "enc/a_1/kernel": (4, 4), "head/kernel": (4, 2)}
+    wanted = {"enc/0/kernel": (4, 4), "enc/1/kernel": (4, 4), "head/kernel": (4, 2)}
+    source = write_source(tmp_path / "a.npz", stored | table)
+    suggestion = flaxckpt.suggest(source, abstract(wanted | table))
+    assert not suggestion.ambiguous
+    assert {match.form for match in suggestion.leaves.values()} == {None}
+    torch = {"up/weight": (4, 4), "down/weight": (3, 4)}
+    source = write_source(tmp_path / "b.npz", torch | table)
+    wanted = {"up/kernel": (4, 4), "down/kernel": (4, 3)}
+    found = flaxckpt.suggest(source, abstract(wanted | table))
+    assert found.leaves["up/kernel"].form == "o e -> e o"
+
+
 def test_conflicting_kernels_decide_nothing(tmp_path):
     shapes = {"up/weight": (4, 4), "a/weight": (3, 4), "b/weight": (5, 6)}
     source = write_source(tmp_path / "a.npz", shapes)
