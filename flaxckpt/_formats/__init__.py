@@ -467,12 +467,14 @@ def _describe_parent(directory: Path) -> str | None:
         (c for c in directory.iterdir() if _storage.temporary.TEMPORARY not in c.name),
         key=lambda path: (not path.is_dir(), path.name),
     )
+    pointers = filter(is_pointer, children)
+    newest = next((f"{recognise.stem(each)}, the newest" for each in pointers), None)
     for child in children[:_MAX_TRIED]:
         with contextlib.suppress(errors.CheckpointFormatError):
             if recognises(child) and not is_pointer(child):
                 return (
                     "a directory of checkpoints whose names are not names of steps:"
-                    f" pass the path of one, such as {child}"
+                    f" pass the path of one, such as {newest or child}"
                     f"{advice_on_names(directory)}"
                 )
     return None

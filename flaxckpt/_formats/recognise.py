@@ -112,7 +112,12 @@ def follow(path: Path) -> Path:
     if pointer is None:
         return path
     end = signatures.read_start(pointer).decode("ascii").strip()
-    return pointer.with_name(f"{pointer.name.removesuffix(_POINTER)}-{end}")
+    return pointer.with_name(f"{stem(pointer).name}-{end}")
+
+
+def stem(pointer: Path) -> Path:
+    """Returns the path that stands for the checkpoint that a pointer names."""
+    return pointer.with_name(pointer.name.removesuffix(_POINTER))
 
 
 _POINTER = "-LAST"

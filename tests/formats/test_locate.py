@@ -416,7 +416,10 @@ def test_error_names_big_vision_array_without_metadata(tmp_path):
     assert f"{lost.name}/.zarray is missing" in str(caught.value)
 
 
-def test_error_names_adjacent_big_vision_checkpoints(tmp_path):
-    shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+def test_error_names_newest_big_vision_checkpoint_or_another(tmp_path):
+    work = shutil.copytree(GOLDEN / "big_vision", tmp_path / "work")
+    with pytest.raises(errors.CheckpointFormatError, match=r"work/checkpoint\.bv, the"):
+        flaxckpt.load(work)
+    (work / "checkpoint.bv-LAST").unlink()
     with pytest.raises(errors.CheckpointFormatError, match=r"checkpoint\.bv-000000003"):
-        flaxckpt.load(tmp_path / "work")
+        flaxckpt.load(work)
