@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import threading
@@ -181,10 +182,13 @@ def write_lock(final: Path) -> Iterator[None]:
             " disk, then save again."
         ) from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
+        advice = "check that the directory is writable and has free space, then"
+        if getattr(error, "errno", None) == errno.ENAMETOOLONG:
+            advice = "use a shorter path, as a save makes files with longer names, and"
         raise errors.SaveFailedError(
             f"{final} could not be saved: {errors.one_line(error)}\n"
-            "Nothing of it is kept and earlier checkpoints are untouched; check that"
-            " the directory is writable and has free space, then save again."
+            "Nothing of it is kept and earlier checkpoints are untouched;"
+            f" {advice} save again."
         ) from error
 
 

@@ -29,6 +29,7 @@ FAILURES = {
     "a fork": (store_requests.ForkedError("forked"), "could not be saved: forked$"),
     "a rename": (rename.NotDurableError(5, "EIO"), "did not confirm the rename"),
     "a disk": (OSError("on fire"), "on fire\nNothing of it is kept"),
+    "a name": (OSError(errno.ENAMETOOLONG, "long"), "untouched; use a shorter path"),
     "a value": (ValueError("no number"), "no number\nNothing of it is kept"),
     "a library": (RuntimeError("odd"), "odd\nNothing of it is kept"),
     "memory": (MemoryError(), "Nothing of it is kept"),
