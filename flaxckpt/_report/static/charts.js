@@ -306,8 +306,8 @@
       const all = lines.flatMap((line) => line.y).filter((value) => value !== null)
         .sort((a, b) => a - b);
       this.log.hidden = !(all[0] > 0) || all.length < 2;
-      // A few large values would hide how the others differ.
-      const isWide = all.at(-1) > 10 * all[all.length >> 1];
+      // A few large values would hide how the others differ. Of seconds, large ones matter.
+      const isWide = all.at(-1) > (this.unit ? 100 : 10) * all[all.length >> 1];
       this.isLog = !this.log.hidden && (view.log.get(this.name) ?? isWide);
       this.log.setAttribute("aria-pressed", this.isLog);
       this.build();
