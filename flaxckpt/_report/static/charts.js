@@ -413,9 +413,9 @@
     runAt(x, y) {
       const step = this.plot.data[0][this.plot.posToIdx(x)];
       const shown = data.runs ? this.given.filter((line) => !view.hidden.has(line.name)) : [];
-      const places = shown.map((line) => this.plot.valToPos(line.y[placeIn(line, step)], "y"));
       // NaN without a value.
-      const far = places.map((place) => Math.abs(place - y));
+      const far = shown.map((line) => (
+        Math.abs(this.plot.valToPos(line.y[placeIn(line, step)], "y") - y)));
       const least = Math.min(...far.filter((each) => each < 16));
       return shown[far.indexOf(least)];
     }
@@ -447,9 +447,9 @@
 
     read(plot) {
       const index = plot.cursor.idx;
-      const isAway = index === null || index === undefined || plot.cursor.left < 0;
-      const texts = isAway ? [] : this.readAt(index).map((each) => each.text);
-      const step = isAway ? null : plot.data[0][index];
+      // None while the pointer is elsewhere.
+      const step = plot.cursor.left < 0 ? null : plot.data[0][index] ?? null;
+      const texts = step === null ? [] : this.readAt(index).map((each) => each.text);
       // Of runs, the tip has them.
       const values = data.runs ? "" : `: ${texts.join(", ")}`;
       this.output.textContent = texts.length ? shownStep(step) + values : "";
