@@ -1,6 +1,8 @@
 """All runs on a page in a real browser: colours, rankings, groups, search, links."""
 
+import contextlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -242,6 +244,16 @@ def colours(opened):
     return dict(buttons.evaluate_all(seen))
 
 
+@contextlib.contextmanager
+def run_beside(served, name):
+    """Has another run among those that tests share."""
+    save_run(served.root, name, 30.0)
+    try:
+        yield
+    finally:
+        shutil.rmtree(served.root / name)
+
+
 def test_run_keeps_its_colour_beside_new_runs(opened, browser, served):  # noqa: F811
     page = opened.page
     before = colours(opened)
@@ -250,20 +262,20 @@ def test_run_keeps_its_colour_beside_new_runs(opened, browser, served):  # noqa:
     drawn = "each => getComputedStyle(each, '::before').backgroundColor"
     assert swatch.evaluate(drawn) != "rgba(0, 0, 0, 0)"
     page.select_option("select[name=rank]", label="the best speed, highest first")
-    save_run(served.root, "aaa", 30.0)
-    expect(page.locator("button[data-series='aaa']")).to_be_visible()
-    expect(page.locator("#all-runs caption")).to_contain_text("By the best speed")
-    now = colours(opened)
-    assert now.items() > before.items()
-    page.reload()
-    expect(page.locator("button[data-series='aaa']")).to_be_visible()
-    expect(page.locator("#runs .message")).to_have_count(0)
-    assert colours(opened) == now
-    other = Page(browser, served)  # another tab, which remembers no colours
-    expect(other.page.locator("button[data-series='aaa']")).to_be_visible()
-    expect(other.page.locator("#runs .message")).to_have_count(0)
-    assert colours(other) == now
-    other.context.close()
+    with run_beside(served, "aaa"):
+        expect(page.locator("button[data-series='aaa']")).to_be_visible()
+        expect(page.locator("#all-runs caption")).to_contain_text("By the best speed")
+        now = colours(opened)
+        assert now.items() > before.items()
+        page.reload()
+        expect(page.locator("button[data-series='aaa']")).to_be_visible()
+        expect(page.locator("#runs .message")).to_have_count(0)
+        assert colours(opened) == now
+        other = Page(browser, served)  # another tab, which remembers no colours
+        expect(other.page.locator("button[data-series='aaa']")).to_be_visible()
+        expect(other.page.locator("#runs .message")).to_have_count(0)
+        assert colours(other) == now
+        other.context.close()
 
 
 @pytest.mark.parametrize("width", [390, 1280])
