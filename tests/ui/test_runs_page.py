@@ -39,8 +39,8 @@ def served(tmp_path_factory):
         yield server
 
 
-@pytest.fixture
-def opened(browser, served):  # noqa: F811
+@contextlib.contextmanager
+def open_page(browser, served):  # noqa: F811
     found = Page(browser, served)
     rows = found.page.locator("#all-runs tr[data-run]")
     expect(found.page.locator("#runs .message")).to_have_count(0)
@@ -48,6 +48,12 @@ def opened(browser, served):  # noqa: F811
     yield found
     assert found.is_quiet, found.messages
     found.context.close()
+
+
+@pytest.fixture
+def opened(browser, served):  # noqa: F811
+    with open_page(browser, served) as found:
+        yield found
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -244,38 +250,38 @@ def colours(opened):
     return dict(buttons.evaluate_all(seen))
 
 
-@contextlib.contextmanager
-def run_beside(served, name):
-    """Has another run among those that tests share."""
-    save_run(served.root, name, 30.0)
-    try:
-        yield
-    finally:
-        shutil.rmtree(served.root / name)
+@pytest.fixture
+def growing(browser, served, tmp_path):  # noqa: F811
+    """The page of a copy of the runs, for a test that adds one."""
+    root = shutil.copytree(served.root, tmp_path / "runs")
+    with serving(root) as own:
+        own.root = root
+        with open_page(browser, own) as found:
+            yield found
 
 
-def test_run_keeps_its_colour_beside_new_runs(opened, browser, served):  # noqa: F811
-    page = opened.page
-    before = colours(opened)
+def test_run_keeps_its_colour_beside_new_runs(growing, browser):  # noqa: F811
+    page = growing.page
+    before = colours(growing)
     assert len(before) == len({*before.values()}) == 8
     swatch = page.locator("tr[data-run='sgd-3'] th")
     drawn = "each => getComputedStyle(each, '::before').backgroundColor"
     assert swatch.evaluate(drawn) != "rgba(0, 0, 0, 0)"
     page.select_option("select[name=rank]", label="the best speed, highest first")
-    with run_beside(served, "aaa"):
-        expect(page.locator("button[data-series='aaa']")).to_be_visible()
-        expect(page.locator("#all-runs caption")).to_contain_text("By the best speed")
-        now = colours(opened)
-        assert now.items() > before.items()
-        page.reload()
-        expect(page.locator("button[data-series='aaa']")).to_be_visible()
-        expect(page.locator("#runs .message")).to_have_count(0)
-        assert colours(opened) == now
-        other = Page(browser, served)  # another tab, which remembers no colours
-        expect(other.page.locator("button[data-series='aaa']")).to_be_visible()
-        expect(other.page.locator("#runs .message")).to_have_count(0)
-        assert colours(other) == now
-        other.context.close()
+    save_run(growing.served.root, "aaa", 30.0)
+    expect(page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(page.locator("#all-runs caption")).to_contain_text("By the best speed")
+    now = colours(growing)
+    assert now.items() > before.items()
+    page.reload()
+    expect(page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(page.locator("#runs .message")).to_have_count(0)
+    assert colours(growing) == now
+    other = Page(browser, growing.served)  # another tab, which remembers no colours
+    expect(other.page.locator("button[data-series='aaa']")).to_be_visible()
+    expect(other.page.locator("#runs .message")).to_have_count(0)
+    assert colours(other) == now
+    other.context.close()
 
 
 @pytest.mark.parametrize("width", [390, 1280])
