@@ -229,11 +229,8 @@ def _advise_on_rest(planned: RestorePlan, stored: Stored, argument: str) -> str:
 
 
 def _find_reshapes(planned: RestorePlan) -> Sequence[tuple[LeafPath, tuple[int, ...]]]:
-    """Returns parameters with the shapes to give them, if nothing else is wrong.
-
-    Moments follow; none if there are many.
-    """
-    found = []
+    """Returns parameters, if few, and their shapes, if nothing else is wrong."""
+    found = []  # moments follow
     for problem in planned.problems:
         leaf = planned.leaves[problem.leaf]
         if leaf.wanted is None or leaf.found is None:

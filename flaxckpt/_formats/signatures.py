@@ -34,11 +34,7 @@ def read_start(path: Path, count: int = 64) -> bytes:
 
 
 def describe_stand_in(start: bytes) -> str | None:
-    """Describes what takes the place of a file that was not downloaded; else None.
-
-    Args:
-        start: The first bytes of the file.
-    """
+    """Describes what begins with these bytes in place of a file; None for a file."""
     if start.startswith(_LFS):
         return "a Git LFS pointer, not the file itself: run git lfs pull there"
     if start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_PAGES):

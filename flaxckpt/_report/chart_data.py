@@ -11,6 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from flaxckpt import errors
 from flaxckpt._report import flight_recorder, templates
@@ -39,18 +40,22 @@ def chart_data(report: Report) -> dict[str, JSON]:
         finite. `steps`: of each step that was ever saved, `x`, its time `t`, its
         `state`, a letter of `_letter`, and `why` some were deleted. `saves`: steps,
         seconds blocked and in the background. `events`: step, kind and text. `layers`:
-        the heat map, or None.
+        the heat map, or None. Without `x`, metrics and saves are those of all steps.
     """
-    return {
+    data: dict[str, Any] = {
         "metrics": [curve(*each) for each in [*report.drawn.items()][:MOST_METRICS]],
         "steps": _steps(report),
         "saves": _saves(report),
         "events": _events(report),
         "layers": _layers(report),
     }
+    for each in (data["saves"], *data["metrics"]):
+        if each["x"] == data["steps"]["x"]:
+            del each["x"]
+    return data
 
 
-def curve(name: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
+def curve(name: str, points: Sequence[MetricValue]) -> dict[str, Any]:
     """Returns a metric over the steps, from values by ascending step."""
     shown = _thin(points)
     last = last_good(points) or points[-1]
@@ -110,11 +115,10 @@ def _thin(points: Sequence[MetricValue]) -> Sequence[MetricValue]:
     return kept if kept[-1] is points[-1] else [*kept, points[-1]]
 
 
-def _number(value: float | None) -> float | None:
-    """Returns a number of six digits for JSON; None for one that is not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
+def _number(value: float | None, digits: int = 6) -> float | None:
+    """Returns a rounded number for JSON; None for one that is not finite."""
+    is_none = value is None or not math.isfinite(value)
+    return None if is_none else float(f"{value:.{digits}g}")
 
 
 def _steps(report: Report) -> dict[str, JSON]:
@@ -133,13 +137,11 @@ def _steps(report: Report) -> dict[str, JSON]:
 
 
 def _times(report: Report, steps: Iterable[int]) -> list[JSON]:
-    """Returns the milliseconds from the first save of a run to ascending steps.
-
-    No step is before an earlier one: a run that went back left newer steps.
-    """
+    """Returns the milliseconds from the first save to ascending steps, ascending."""
     saved = {each.step: each.saved for each in report.history if each.saved}
     first = min(saved.values(), default=0.0)
     times = (round(1e3 * (saved.get(step, first) - first)) for step in steps)
+    # A run that went back has left newer steps of an earlier time.
     return [*itertools.accumulate(times, max)]
 
 
@@ -162,9 +164,9 @@ def _saves(report: Report) -> dict[str, JSON]:
     rows = [(s.step, s.blocked_secs, s.total_secs) for s in durable[-_MOST_POINTS:]]
     return {
         "x": [step for step, *_ in rows],
-        "blocked": [_number(blocked) for _, blocked, _ in rows],
+        "blocked": [_number(blocked, 3) for _, blocked, _ in rows],
         "behind": [
-            None if total is None else _number(max(0.0, total - (blocked or 0.0)))
+            None if total is None else _number(max(0.0, total - (blocked or 0.0)), 3)
             for _, blocked, total in rows
         ],
     }
@@ -193,8 +195,9 @@ def _events(report: Report) -> list[JSON]:
         name = errors.printable(diverged.metric)
         text = f"{name} is not finite from step {diverged.step:,} on"
         found.append((diverged.step, "diverged", text))
-    found.sort(key=operator.itemgetter(0))  # an end comes before its resume
-    return [[*each] for each in found[-_MOST_POINTS:]]
+    # An end comes before its resume.
+    ordered = sorted(found, key=operator.itemgetter(0))[-_MOST_POINTS:]
+    return [[*each] for each in ordered]
 
 
 _HAPPENINGS = ("preempted", "fell_back", "found_damaged", "found_good")
@@ -226,8 +229,7 @@ def draw_runs(
     def draw(run: str, points: Sequence[MetricValue]) -> dict[str, JSON]:
         report, line = reports[run], curve(run, points)
         is_live = any(report.made - s.began < _LIVE_SECS for s in report.saves[-1:])
-        steps = [point.step for point in _thin(points)]
-        return line | {"live": is_live, "t": _times(report, steps)}
+        return line | {"live": is_live, "t": _times(report, line["x"])}
 
     drawn = [
         {"name": errors.printable(name), "lines": [draw(*r) for r in runs.items()]}
@@ -276,10 +278,9 @@ def _layers(report: Report) -> dict[str, JSON] | None:
 
 def _cell(changes: Mapping[int, float], column: Iterable[int]) -> str:
     """Returns a digit of base 36 for a change, `!` if not finite, `.` for none."""
-    values = [changes[step] for step in column if step in changes]
-    if not values:
+    value = max((changes[n] for n in column if n in changes), default=None)
+    if value is None:
         return "."
-    value = max(values)
     if not math.isfinite(value):
         return "!"
     return _DIGITS[round(35 * templates.log_share(value))]

@@ -198,13 +198,11 @@ def real(path: Path) -> str:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Returns True if two directories are one, or one contains the other.
-
-    Links are followed, and a directory that is mounted twice is one.
-    """
+    """Returns True if one of two directories contains the other, or both are one."""
     if is_remote(one) or is_remote(other):
         return one == other or one in other.parents or other in one.parents
-    paths = Path(real(one)), Path(real(other))
+    paths = Path(real(one)), Path(real(other))  # without links
+    # A directory that is mounted twice has two paths.
     first, second = map(_identify, paths)
     return any(
         place in map(_identify, (path, *path.parents))

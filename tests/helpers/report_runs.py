@@ -72,7 +72,10 @@ def page_of(path, *options, code=0):
 def charts_of(page):
     """Returns the data that the script of a page draws."""
     [text] = re.findall("<div data-charts hidden>(.*?)</div>", page, re.DOTALL)
-    return json.loads(text)
+    data = json.loads(text)
+    for each in [data.get("saves", {}), *data.get("metrics", ())]:
+        each.setdefault("x", data.get("steps", {}).get("x"))
+    return data
 
 
 class Elements(html.parser.HTMLParser):

@@ -194,7 +194,7 @@ def test_save_rows_match_seconds_in_journal(show, report):
         ("blocked", [save.blocked_secs for save in report.saves]),
         ("behind", [s.total_secs - s.blocked_secs for s in report.saves]),
     ):
-        assert saves[name] == pytest.approx(wanted, rel=1e-5)
+        assert saves[name] == pytest.approx(wanted, rel=6e-3)  # three digits
 
 
 def test_wide_page_fits_all_step_columns(show, report):

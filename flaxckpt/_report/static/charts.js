@@ -51,6 +51,7 @@
   const number = (value) => (value === null ? "not finite" : String(value));
   // One formatter: toLocaleString makes one each time.
   const whole = new Intl.NumberFormat("en").format;
+  const ordered = (values) => [...values].sort((a, b) => a - b);
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
   function create(tag, given = {}, ...children) {
@@ -134,7 +135,7 @@
   // Shows a part of the steps, from a saved step to another: none is cut off.
   function setRange(range) {
     const end = saved.length - 1;
-    let [from, to] = range ? range.map(nearest).sort((a, b) => a - b) : [0, end];
+    let [from, to] = range ? ordered(range.map(nearest)) : [0, end];
     if (from === to) [from, to] = [Math.max(from - 1, 0), Math.min(to + 1, end)];
     view.range = from <= 0 && to >= end ? null : [saved[from], saved[to]];
     showRange();
@@ -303,8 +304,7 @@
     update(lines, facts = "") {
       this.given = lines;
       this.facts.textContent = facts;
-      const all = lines.flatMap((line) => line.y).filter((value) => value !== null)
-        .sort((a, b) => a - b);
+      const all = ordered(lines.flatMap((line) => line.y).filter((value) => value !== null));
       this.log.hidden = !(all[0] > 0) || all.length < 2;
       // A few large values would hide how the others differ. Of seconds, large ones matter.
       const isWide = all.at(-1) > (this.unit ? 100 : 10) * all[all.length >> 1];
@@ -804,7 +804,7 @@
       };
       canvas.onpointermove = (event) => {
         if (start === undefined) return;
-        const range = [start, this.stepAt(event.offsetX, extent)].sort((a, b) => a - b);
+        const range = ordered([start, this.stepAt(event.offsetX, extent)]);
         if (range[1] - range[0] > (extent[1] - extent[0]) / 200) setRange(range);
       };
       canvas.onpointerup = () => { start = undefined; };
@@ -1042,7 +1042,7 @@
       ...(data.runs?.metrics ?? []).flatMap((each) => each.lines)
         .flatMap((line) => (view.hidden.has(line.name) ? [] : line.x)),
     ];
-    saved = [...new Set(steps)].sort((a, b) => a - b);
+    saved = ordered(new Set(steps));
     if (saved.length > 1) return [saved[0], saved.at(-1)];
     return saved.length ? [saved[0] - 1, saved[0] + 1] : [0, 1];
   }
@@ -1060,6 +1060,8 @@
     if (!isSame) {
       text = source.textContent;
       data = { metrics: [], ...JSON.parse(text) };
+      // Those with values at all steps share these.
+      for (const each of [data.saves ?? {}, ...data.metrics]) each.x ??= data.steps?.x;
       if (isOverTimes()) {
         // Runs have no step at one time, and so no mean.
         data.runs.groups = [];
@@ -1167,7 +1169,7 @@
   function pairWith(step) {
     const { x, state } = data.steps;
     const others = x.filter((each, n) => state[n] !== "d" && each !== step);
-    return others.length ? [step, others.at(-1)].sort((a, b) => a - b).join(" ") : "";
+    return others.length ? ordered([step, others.at(-1)]).join(" ") : "";
   }
 
   async function copy(button) {

@@ -135,9 +135,7 @@ _WINDOWS = frozenset((None, "document"))
 
 def _host_name(host: str) -> str:
     name, colon, port = host.rpartition(":")
-    if colon and port.isascii() and port.isdigit():
-        return name.lower()
-    return host.lower()
+    return name.lower() if colon and port.isascii() and port.isdigit() else host.lower()
 
 
 def _token_in(query: bytes) -> str | None:
