@@ -73,10 +73,6 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
         OptionError: The options are inconsistent.
     """
     root = _storage.paths.resolve(path)
-    if options.diff is False and (options.step_a, options.step_b) != (None, None):
-        raise errors.OptionError(
-            "--no-diff compares nothing: leave out --no-diff, or --step-a and --step-b"
-        )
     with _storage.paths.listing_cache(root):
         listing = _inspect.listing.listing(
             root, keep=options.keep, step_format=options.step_format
@@ -85,11 +81,8 @@ def gather(path: PathLike, options: ReportOptions) -> Report:
     checks = integrity.check_steps(
         root, listing.steps, every=options.verify, known=options.known
     )
-    good = [
-        step
-        for step, check in zip(listing.steps, checks, strict=True)
-        if step.damage is None and not check.is_bad
-    ]
+    checked = zip(listing.steps, checks, strict=True)
+    good = [s for s, check in checked if s.damage is None and not check.is_bad]
     metadata = _read_metadata(listing, good, notes)
     torn: list[bytes] = []
     journal = root / _steps.journal.NAME
@@ -245,6 +238,10 @@ def _compare_steps(
 ) -> tuple[CheckpointDiff, tuple[int, int]] | None:
     """Returns the differences between two steps, and these; None if not compared."""
     is_requested = options.diff or (options.step_a, options.step_b) != (None, None)
+    if options.diff is False and is_requested:
+        raise errors.OptionError(
+            "--no-diff compares nothing: leave out --no-diff, or --step-a and --step-b"
+        )
     if options.diff is False:
         notes["change"] = "Not compared, because of --no-diff."
         return None

@@ -122,10 +122,7 @@ class RowNames:
     def _own_indices(
         self, pattern: Pattern, texts: dict[int, str], taken: list[str]
     ) -> list[str]:
-        """Names the indices that only one side has; returns the names, in order.
-
-        The name of an index with one value is empty: it is written as the value.
-        """
+        """Names the indices that only one side has; returns the names, in order."""
         own = []
         for at, words in enumerate(pattern.words):
             if at in texts:
@@ -133,7 +130,7 @@ class RowNames:
             first = pattern.values[at][0]
             if len(pattern.values[at]) == 1:
                 texts[at] = words[0] if words else str(first)
-                own.append("")
+                own.append("")  # it needs no name
                 continue
             name = self._index(len(pattern.values[at]), taken, is_word=bool(words))
             offset = f"+{first}" if first else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxckpt import errors
+from flaxckpt import _util, errors
+from flaxckpt._run.checkpointer import Checkpointer
 from flaxckpt._types import JSON
+
+
+def check_checkpointer(given: Any) -> None:
+    """Raises OptionError for anything but a `Checkpointer`, such as its directory."""
+    if isinstance(given, Checkpointer):
+        return
+    is_path = isinstance(given, str | os.PathLike)
+    found = f"the path {str(given)!r}" if is_path else _util.arguments.describe(given)
+    directory = repr(str(given)) if is_path else "directory"
+    raise errors.OptionError(
+        f"wanted a Checkpointer, got {found}: write"
+        f" CheckpointCallback(Checkpointer({directory}), …)"
+    )
 
 
 def is_time(step: int, state: Any, *, is_bound: bool) -> bool:

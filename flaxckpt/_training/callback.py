@@ -118,17 +118,7 @@ class CheckpointCallback(Closing):
         statistics: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if isinstance(checkpointer, str | os.PathLike):
-            raise errors.OptionError(
-                f"wanted a Checkpointer, got the path {str(checkpointer)!r}: write"
-                f" CheckpointCallback(Checkpointer({str(checkpointer)!r}), …)"
-            )
-        if not isinstance(checkpointer, Checkpointer):
-            raise errors.OptionError(
-                "wanted a Checkpointer, got"
-                f" {_util.arguments.describe(checkpointer)}: write"
-                " CheckpointCallback(Checkpointer(directory), …)"
-            )
+        arguments.check_checkpointer(checkpointer)
         _util.arguments.check_choice("step_is", step_is, ("completed", "index"))
         if preflight not in (True, False, "warn"):
             raise errors.OptionError(
