@@ -26,7 +26,7 @@ def script() -> str:
 def read(*names: str) -> str:
     """Returns files that pages load, without comments, empty lines and indentation."""
     texts = [(_FOLDER / name).read_text(encoding="utf-8") for name in names]
-    return re.sub(r"(?m)^ *(//.*)?\n|^ +", "", "\n".join(texts))
+    return re.sub(r"(?m)^ *(//.*|/\*.*\*/)?\n|^ +", "", "\n".join(texts))
 
 
 def source_hash(text: str) -> str:

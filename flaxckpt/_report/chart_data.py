@@ -292,7 +292,7 @@ def _ridges(leaf: LeafHistory, layer: str) -> JSON:
     for step, sample in leaf.drawn.items():
         most = max(sample.histogram, default=0) or 1
         bins = "".join(_DIGITS[round(35 * n / most)] for n in sample.histogram)
-        rows.append([step, _number(sample.min), _number(sample.max), bins])
+        rows.append([step, _number(sample.min, 4), _number(sample.max, 4), bins])
     return {
         "path": errors.printable(leaf.path),
         "layer": errors.printable(layer),

@@ -16,7 +16,7 @@ from flaxckpt._types import LeafPath
 if TYPE_CHECKING:  # it imports numpy, which only a comparison needs
     from flaxckpt._inspect.diff import CheckpointDiff
 
-MOST_STEPS = 200
+MOST_STEPS = 100
 """Row limit of the table of steps, which keeps the page of a long run small."""
 
 _MOST_LEAVES = 3000

@@ -183,11 +183,14 @@ def _files(run):
 
 def test_save_rows_match_seconds_in_journal(show, report):
     opened = show(report)
-    rows = {int(row["step"]): row for row in opened.data("#steps tr[data-step]")}
+    sorted_by = """rows => rows.map(row => [row.dataset.step,
+      ...[...row.querySelectorAll("td[data-v]")].slice(-2).map(each => each.dataset.v)
+    ].map(Number))"""
+    shown = opened.page.eval_on_selector_all("#steps tr[data-step]", sorted_by)
+    rows = {step: secs for step, *secs in shown}
     for save in report.saves:
-        row = rows[save.step]
-        assert float(row["blocked"]) == save.blocked_secs
-        assert float(row["total"]) == save.total_secs
+        wanted = [save.blocked_secs, save.total_secs]
+        assert rows[save.step] == pytest.approx(wanted, rel=1e-8)
     saves = charts_of(_report.page(report))["saves"]
     assert saves["x"] == list(LOSSES)
     for name, wanted in (
@@ -390,7 +393,7 @@ def test_long_table_repeats_headings_on_printed_pages(browser, report, tmp_path)
     page = browser.new_page(bypass_csp=True)
     page.goto((tmp_path / "report.html").as_uri())
     headed = pages_of_table(page, "#steps")
-    assert len(headed) > 3
+    assert len(headed) > 2
     assert all(headed)
     page.add_style_tag(
         content="@media print { thead { display: table-row-group !important } }"

@@ -123,7 +123,7 @@ def test_unusual_run_renders_tables_without_script(browser, tmp_path, name):  # 
     page = context.new_page()
     page.goto(file.as_uri())
     counts = {"no steps": 0, "one step": 1, "deleted steps": 1}
-    count = {**counts, "ten thousand steps": 200}.get(name, 2)
+    count = {**counts, "ten thousand steps": 100}.get(name, 2)
     assert page.locator("#steps tbody tr").count() == count
     assert page.locator(".verdict").is_visible()
     assert page.locator(".control:visible, .drawn:visible").count() == 0

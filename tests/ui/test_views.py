@@ -399,7 +399,7 @@ def test_comparison_sums_layers_and_draws_changes_by_logarithm(tmp_path, open_pa
         ("d", 0.000316),
         ("c", 1e-5),
     ]
-    widths = [float(re.findall('width="([0-9.]+)%"', row)[1]) for *_, row in rows]
+    widths = [float(re.findall('width="([0-9.]+)%"', row)[0]) for *_, row in rows]
     assert widths == [100.0, 50.0, 25.0, 0.0]
     counts = [re.findall("<td[^>]*>([^<]*)</td>", row)[-1] for *_, row in rows]
     assert counts == ["1", "2", "1", "1"], "of the leaves that changed"
