@@ -60,6 +60,15 @@ def _make_all_parents(root: Path, file: str) -> None:
     (root / file).parent.mkdir(parents=True, exist_ok=True)
 
 
+_gather = operation.Operation.gather
+
+
+def _gather_nothing_written(self, stage, mine=None):
+    if stage != "written":
+        return _gather(self, stage, mine)
+    return [mine] + [{"digests": {}, "arrays": {}}] * (self.count - 1)
+
+
 FAULTS_OF_FILES = {
     # Two checks hold this off: each alone is enough.
     "a writer makes its directory anew after a sweep": Fault(
@@ -85,12 +94,7 @@ FAULTS_OF_FILES = {
         files, {(rename, "publish"): _replace_published}
     ),
     "process 0 commits before all have written": Fault(
-        jobs,
-        {
-            (operation.Operation, "gather"): lambda self, stage, mine="": (
-                [mine] + ['{"digests": {}, "arrays": {}}'] * (self.count - 1)
-            )
-        },
+        jobs, {(operation.Operation, "gather"): _gather_nothing_written}
     ),
     "the silence of a process is ignored": Fault(
         jobs, {(heartbeat.Heartbeats, "silent_secs"): lambda self, process: 0.0}
