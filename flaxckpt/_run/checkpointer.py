@@ -445,8 +445,9 @@ class Checkpointer(Closing):
 
     def _paths(self) -> dict[int, Path]:
         """Returns the steps and their paths; warns of newer checkpoints left out."""
-        self._ended.warn_of_left_out()
-        return self._run.paths()
+        paths = self._ended.paths()
+        self._run.warn_of_left_out(paths)
+        return paths
 
     def steps(self) -> list[int]:
         """Returns the committed steps without damage markers, ascending."""
@@ -464,7 +465,7 @@ class Checkpointer(Closing):
         best = self._ended.find_best(policies.BestN(1, metric, mode))
         if best is None:
             self._run.warn_of_unknown(metric)
-            self._run.warn_of_left_out()
+            self._run.warn_of_left_out(self._run.paths())
         return best
 
     def damaged(self) -> dict[int, str]:

@@ -140,28 +140,31 @@ class RunSteps:
         """Returns True if the run has steps, good or damaged."""
         return bool(self.paths() or self.damaged_paths())
 
-    def find_left_out(self, *, only_usual: bool = False) -> dict[int, Path]:
-        """Returns what `left_out.find` finds after the newest step."""
-        latest = max(self.paths(), default=None)
+    def find_left_out(
+        self, steps: Collection[int] | None = None, *, only_usual: bool = False
+    ) -> dict[int, Path]:
+        """Returns what `left_out.find` finds after the newest of the run's `steps`."""
+        latest = max(self.paths() if steps is None else steps, default=None)
         find = functools.partial(
             left_out.find, step_format=self.format, latest=latest, only_usual=only_usual
         )
         # Each process has a staging directory, but only one error.
-        near = {} if self.is_in_parts else find(self.saves_in)
+        is_near = self.saves_in != self.directory and not self.is_in_parts
+        near = find(self.saves_in) if is_near else {}
         return dict(sorted({**near, **find(self.directory)}.items()))
 
     def describe_left_out(self, found: Mapping[int, Path]) -> str:
         """Returns a sentence with what `find_left_out` has found, and what to do."""
         return f"{self.directory} has {left_out.describe(found, self.format)}"
 
-    def warn_of_left_out(self) -> None:
-        """Warns once of checkpoints after the newest step that are no steps."""
+    def warn_of_left_out(self, steps: Collection[int]) -> None:
+        """Warns once of checkpoints after the newest of `steps` that are no steps."""
         if self._is_warned or not _util.job.is_first():
             return
         found: Mapping[int, Path] = {}
         with contextlib.suppress(errors.CheckpointError):  # looks again the next time
-            found = self.find_left_out()
-            self._is_warned = bool(found or self.paths())
+            found = self.find_left_out(steps)
+            self._is_warned = bool(found or steps)
         if found:
             _log.warning("%s", self.describe_left_out(found))
 
@@ -220,7 +223,7 @@ class RunSteps:
                 f"{self.directory} has no steps named like {self.format.template!r}:"
                 f" {advice}"
             )
-        self.warn_of_left_out()
+        self.warn_of_left_out({number for number, _ in candidates})
         return candidates
 
     def _newest_first(self) -> list[tuple[int, Path]]:
