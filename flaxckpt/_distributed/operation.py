@@ -344,7 +344,7 @@ class Operation:
 
     @_service_errors()
     def gather(self, stage: str, mine: JSON = None) -> list[Any]:
-        """Returns, in process 0, what all processes report when they reach a stage.
+        """Returns, in process 0, the reports of all processes when they reach a stage.
 
         Raises:
             ApartError: A process has failed or is late. All processes receive the

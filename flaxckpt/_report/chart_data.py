@@ -40,7 +40,7 @@ def chart_data(report: Report) -> dict[str, JSON]:
         finite. `steps`: of each step that was ever saved, `x`, its time `t`, its
         `state`, a letter of `_letter`, and `why` some were deleted. `saves`: steps,
         seconds blocked and in the background. `events`: step, kind and text. `layers`:
-        the heat map, or None. Without `x`, metrics and saves are those of all steps.
+        the heat map, or None. Metrics and saves without `x` have values at all steps.
     """
     data: dict[str, Any] = {
         "metrics": [curve(*each) for each in [*report.drawn.items()][:MOST_METRICS]],

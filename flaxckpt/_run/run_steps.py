@@ -143,7 +143,7 @@ class RunSteps:
     def find_left_out(
         self, steps: Collection[int] | None = None, *, only_usual: bool = False
     ) -> dict[int, Path]:
-        """Returns what `left_out.find` finds after the newest of the run's `steps`."""
+        """Returns the checkpoints after the newest of `steps` that are no steps."""
         latest = max(self.paths() if steps is None else steps, default=None)
         find = functools.partial(
             left_out.find, step_format=self.format, latest=latest, only_usual=only_usual

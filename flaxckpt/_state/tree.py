@@ -124,7 +124,7 @@ def is_inside(path: LeafPath, above: LeafPath) -> bool:
 
 
 def beginning_with(start: LeafPath, paths: Sequence[LeafPath]) -> list[LeafPath]:
-    """Returns those of the sorted paths that begin with `start`."""
+    """Returns the paths, of sorted ones, that begin with `start`."""
     first = bisect.bisect_left(paths, start)
     return list(paths[first : bisect.bisect_left(paths, f"{start}{_LAST}", first)])
 

@@ -211,7 +211,7 @@ def overlap(one: Path, other: Path) -> bool:
 
 
 def _identify(path: Path) -> tuple[object, object]:
-    """Returns what no other directory has; by its parent, if it cannot be found."""
+    """Returns the identity of a directory; by its parent, if it does not exist."""
     try:
         status = path.stat()
     except OSError:

@@ -107,7 +107,7 @@
     return to[low] + (value - from[low]) * (to[high] - to[low]) / (from[high] - from[low] || 1);
   }
 
-  // Where a step is on the axis of a run, and what step is at a place.
+  // The place of a step on the axis of a run, and the step at a place.
   const warp = (from, to) => (at) => (
     view.isTime && data.steps ? lead(data.steps[from], data.steps[to], at) : at);
   const onAxis = warp("x", "t");

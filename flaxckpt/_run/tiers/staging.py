@@ -122,8 +122,8 @@ def _resolve(staging: Staging, directory: Path) -> Path:
         )
     if _storage.paths.overlap(path, directory):
         raise errors.OptionError(
-            f"staging={path} and {directory} must be separate directories; neither may"
-            " contain the other"
+            f"staging={path} and {directory} must be separate directories, also behind"
+            " links and mounts, and neither may contain the other: pass another path"
         )
     if _util.job.is_distributed() and not _distributed.operation.has_service():
         raise errors.OptionError(
