@@ -94,8 +94,10 @@ def tidy(root: Path, step_format: names.StepFormat, items: Sequence[str]) -> Non
         # Replacing a file leaves temporary files only in storage with renames.
         inside = items if _storage.of(root).can_rename else ()
         directories = [root / name for name in inside]
-        for step in index.list_steps(root, step_format).values():
-            directories += [step, *(step / name for name in inside)]
+        for step in index.list_committed(root, step_format, Path.is_dir):
+            if not step.is_damaged:
+                there = [step.path / name for name in inside if name in step.files]
+                directories += [step.path, *there]
         if inside:  # files of the user beside the steps may have similar names
             for path in root.glob(f"{names.STAGING_OWNER}.*.tmp"):
                 if _storage.leases.is_older(path, _TEMPORARY_SECS):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -185,23 +185,28 @@ def find_links(
     root: Path, number: names.Number | None, after: int | None = None
 ) -> dict[int, Path]:
     """Returns the symbolic links with names of later steps, which are no steps."""
+    return _find_links(root, _number_names(root, number or names.usual_number), after)
+
+
+def _find_links(
+    root: Path, numbers: Mapping[str, int | None], after: int | None
+) -> dict[int, Path]:
     oldest = -1 if after is None else after
     found = {
-        step: path
-        for path in _entries(root)
-        if (step := (number or names.usual_number)(path.name)) is not None
-        and step > oldest
-        and path.is_symlink()
+        step: root / name
+        for name, step in numbers.items()
+        if step is not None and step > oldest and (root / name).is_symlink()
     }
     return dict(sorted(found.items()))
 
 
-def _entries(root: Path) -> list[Path]:
+def _number_names(root: Path, number: names.Number) -> dict[str, int | None]:
+    """Maps each name under `root` to its number, or to None."""
     try:
         with _storage.read_errors.explain_errors(root):
-            return list(root.iterdir())
+            return {name: number(name) for name in _storage.of(root).names(root)}
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return {}
 
 
 def find_left_out(
@@ -218,17 +223,20 @@ def find_left_out(
     in the journal.
     """
     oldest = -1 if after is None else after
-    found = find_links(root, step_format.step, after)
-    others = [path for path in _entries(root) if step_format.step(path.name) is None]
-    is_any = any(re.search("[0-9]", path.name) for path in others)
+    numbers = _number_names(root, step_format.step)
+    found = _find_links(root, numbers, after)
+    others = [name for name, step in numbers.items() if step is None]
+    is_any = any(re.search("[0-9]", name) for name in others)
     committed = _committed_names(root) if is_any else {}
-    for path in others:
-        step = committed.get(path.name, names.number(path.name))
-        if step is None or step <= oldest or names.is_temporary(path.name):
+    for name in others:
+        step = committed.get(name, names.number(name))
+        if step is None or step <= oldest or names.is_temporary(name):
             continue
-        is_usual = path.name in committed or names.is_usual(path.name)
-        if (is_usual or not only_usual) and Entry(step, path, recognise).was_step:
-            found[step] = path
+        is_usual = name in committed or names.is_usual(name)
+        if is_usual or not only_usual:
+            entry = Entry(step, root / name, recognise)
+            if entry.was_step:
+                found[step] = entry.path
     return dict(sorted(found.items()))
 
 

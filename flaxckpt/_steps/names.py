@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -67,11 +68,18 @@ class StepFormat:
         return self.template.format(step=step)
 
     def step(self, name: str) -> int | None:
-        before, _, after = _FIELD.sub("\0", self.template).partition("\0")
+        before, after = _affixes(self.template)
         digits = name.removeprefix(before).removesuffix(after)
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
             return None
         return int(digits) if self.name(int(digits)) == name else None
+
+
+@functools.cache
+def _affixes(template: str) -> tuple[str, str]:
+    """Returns what stands before and after the number."""
+    before, _, after = _FIELD.sub("\0", template).partition("\0")
+    return before, after
 
 
 def check(step: Any) -> int:
