@@ -170,7 +170,10 @@ def check_replaceable(
         foreign = []
     if foreign is None:
         what, advice = "is not a checkpoint", "remove it yourself, or choose"
-        if final.is_dir() and _steps.index.StepIndex(final, _formats.identify).steps:
+        if final.is_symlink():
+            what = "is a symbolic link"
+            advice = f"pass its target, {_storage.paths.real(final)}, or choose"
+        elif final.is_dir() and _steps.index.StepIndex(final, _formats.identify).steps:
             what = "is a run with steps"
             advice = "save a step of it with Checkpointer, or choose"
         raise errors.CheckpointExistsError(

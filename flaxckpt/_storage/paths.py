@@ -210,6 +210,14 @@ def overlap(one: Path, other: Path) -> bool:
     )
 
 
+def is_same(one: str, other: Path) -> bool:
+    """Returns True if both lead to one directory, by links or mounts."""
+    try:
+        return not is_remote(other) and other.samefile(one)
+    except (OSError, ValueError):
+        return False
+
+
 def _identify(path: Path) -> tuple[object, object]:
     """Returns the identity of a directory; by its parent, if it does not exist."""
     try:

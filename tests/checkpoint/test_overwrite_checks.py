@@ -259,8 +259,12 @@ def test_conversion_can_replace_file_of_known_format(tmp_path):
     shutil.copyfile(GOLDEN / "safetensors" / "silero_vad_16k.safetensors", path)
     (tmp_path / "link").symlink_to(path)
     text.write_text("text")
-    for other, replace in ((tmp_path / "link", convert), (text, convert), (path, save)):
-        with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
+    for other, replace, why in (
+        (tmp_path / "link", convert, "is a symbolic link.*pass its target, .*/model"),
+        (text, convert, "is not a checkpoint"),
+        (path, save, "is not a checkpoint"),
+    ):
+        with pytest.raises(errors.CheckpointExistsError, match=why):
             replace(other)
     convert(path)
     assert flaxckpt.load(path) == {"n": 1}
@@ -279,7 +283,7 @@ def test_save_requires_free_path_or_overwrite(tmp_path):
     with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
         save(make(tmp_path / "other", "notes.txt"))
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    with pytest.raises(errors.CheckpointExistsError, match="is not a checkpoint"):
+    with pytest.raises(errors.CheckpointExistsError, match="is a symbolic link"):
         save(tmp_path / "link")
 
 

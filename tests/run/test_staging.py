@@ -944,6 +944,9 @@ def test_rejects_invalid_staging(tmp_path):
     flaxckpt.Checkpointer(run, staging=tmp_path / "ssd").close()
     with pytest.raises(errors.OptionError, match=r"belongs to .*run, not to .*other"):
         flaxckpt.Checkpointer(tmp_path / "other", staging=tmp_path / "ssd")
+    flaxckpt.Checkpointer(
+        link / "run", staging=tmp_path / "ssd"
+    ).close()  # the same run
     with flaxckpt.Checkpointer(tmp_path / "plain") as ckpt:
         ckpt.save(1, state(1))
     with pytest.raises(

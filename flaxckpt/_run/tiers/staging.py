@@ -136,7 +136,7 @@ def _resolve(staging: Staging, directory: Path) -> Path:
             owner = text.strip()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    if owner != str(directory):
+    if owner != str(directory) and not _storage.paths.is_same(owner, directory):
         raise errors.OptionError(
             f"staging={path} belongs to {owner}, not to {directory}: choose another"
             f" path. If the run has moved, correct {path / _OWNER}"
