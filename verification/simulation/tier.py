@@ -62,8 +62,8 @@ class Save:
         disks: Disk -> its failure domain, of the processes that save.
         survives: The number of failure domains that may be lost; None before it is
             acknowledged, and once nothing is promised any more.
-        order: Its place among the others, by their ends. Of two saves of a step, at the
-            same time by two jobs, the later end replaces the other.
+        begun: When it began: its place among the ends and beginnings of all.
+        order: When it ended, in the same way; `begun` before its end.
         has_ended: Whether it was acknowledged.
         is_damaged: Whether a file of it was changed.
         is_restored: Whether its copies count files that a restore has not synced.
@@ -74,11 +74,15 @@ class Save:
         self.step = step
         self.disks = disks
         self.survives: int | None = None
-        self.order = 0
+        self.begun = self.order = 0
         self.has_ended = self.is_damaged = self.is_restored = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
+
+    def is_before(self, other: "Save") -> bool:
+        """Whether it ended before the other began, and not at the same time."""
+        return self.order < other.begun
 
 
 class Ledger:
@@ -115,11 +119,11 @@ class Ledger:
             if other.step == step:
                 other.survives = None  # a step is not replaced in one instant
         self.saves[save.token] = save
-        self._put_last(save)
+        save.begun = save.order = self._next_place()
         return save
 
-    def _put_last(self, save: Save) -> None:
-        save.order = 1 + max(other.order for other in self.saves.values())
+    def _next_place(self) -> int:
+        return 1 + max(save.order for save in self.saves.values())
 
     def acknowledge(self, save: Save) -> None:
         """Notes that a save has succeeded."""
@@ -127,7 +131,7 @@ class Ledger:
             self.world.record(f"acknowledged: {save}")
             save.has_ended = True
             save.survives = 0
-            self._put_last(save)
+            save.order = self._next_place()
             steps = {s.step for s in self.saves.values() if s.survives is not None}
             for other in self.saves.values():
                 # Retention deletes older steps at once, not when this one has copies.
@@ -218,7 +222,7 @@ class Ledger:
             raise kernel.Violation(f"{path.name} is uploaded with parts of {tokens}")
         (token,) = tokens
         before = self.far.get(step)
-        if before and self.saves[token].order < self.saves[before].order:
+        if before and self.saves[token].is_before(self.saves[before]):
             raise kernel.Violation(
                 f"save {before} of step {step} is replaced by the older {token}"
             )
@@ -469,7 +473,8 @@ class _Program:
 
 def _check_error(error: errors.CheckpointError) -> None:
     """Checks that an error is not that of a defect."""
-    for name in ("TypeError", "KeyError", "AssertionError", "AttributeError"):
+    defects = "TypeError|KeyError|AssertionError|AttributeError|IndexError|out of range"
+    for name in defects.split("|"):
         if name in f"{error!r} {error.__cause__!r}":
             raise kernel.Violation(f"an error hides a defect: {error!r}") from error
 
@@ -510,7 +515,7 @@ def _check_calm(script: Script, promised: Save | None, far: dict[int, int]) -> N
             raise kernel.Violation(f"{process} restores {save} instead of {wanted}")
         if promised is None or save.step > promised.step:
             continue
-        if save.step < promised.step or save.order < promised.order:
+        if save.step < promised.step or save.is_before(promised):
             raise kernel.Violation(f"{process} restores {save} instead of {promised}")
         if result.from_directory:
             raise kernel.Violation(f"{process} reads {save} from the run directory")

@@ -133,7 +133,9 @@ class Copier:
             sources = task.find_sources()
             save = sources.save
             known = parts.find_parts(sources.path)
-            wanted = [name for part in task.parts for name in known.files[part]]
+            # Another save of the step, by now, may have fewer parts.
+            rows = [files for n, files in enumerate(known.files) if n in task.parts]
+            wanted = [name for files in rows for name in files]
             copied = part_copies.copy_parts(sources, wanted, self._mode, pace=pace)
             part_copies.sync(sources.path, wanted)
             if parts.identify(sources.path) != save:

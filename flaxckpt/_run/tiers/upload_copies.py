@@ -258,11 +258,12 @@ def _copy_sound(
 ) -> list[int]:
     """Copies the undamaged parts of those given; returns the damaged ones.
 
-    Raises ReplacedError if another save than `save` is there at the end.
+    Raises ReplacedError if another save than `save` is there.
     """
     if not parts:
         return []
     files = find_parts(path).files
+    _check_save(path, save)  # another one may have fewer parts
     faults = _checkpoint.verify.find_faults(
         path, [name for part in parts for name in files[part]]
     )
