@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from flaxckpt import _arrays, _distributed, _formats, _steps, _storage, _util, errors
+from flaxckpt import _arrays, _formats, _steps, _storage, _util, errors
 from flaxckpt._checkpoint.overwrite import check_replaceable
 from flaxckpt._checkpoint.save_handle import Cancellation
+from flaxckpt._distributed.operation import Operation
 from flaxckpt._formats.items import Items
 from flaxckpt._formats.reader import Lineage
 from flaxckpt._storage.transaction import Transaction
@@ -55,6 +56,8 @@ class SaveRequest:
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
         is_part: Whether `path` is this process's own, for its part of the step.
+        make_room: For a part: waits until all are durable, then removes what may be
+            replaced at `path`, or raises; None to wait and replace whatever is there.
         not_before: The earliest time of the save, in seconds since 1970: it is later
             than the save that it replaces, even if the clocks are apart.
     """
@@ -72,13 +75,14 @@ class SaveRequest:
     started: float = dataclasses.field(default_factory=time.monotonic)
     on_planned: Callable[..., object] | None = None
     count: _util.progress.Count = _util.progress.ignore
-    operation: _distributed.operation.Operation | None = None
+    operation: Operation | None = None
     markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     cancellation: Cancellation = dataclasses.field(default_factory=Cancellation)
     pace: Pace = dataclasses.field(default_factory=Pace)
     sampler: _arrays.sample.Sampler | None = None
     is_item: bool = False
     is_part: bool = False
+    make_room: Callable[[Operation], object] | None = None
     not_before: float = 0.0
 
     @property
@@ -204,9 +208,8 @@ def begin(snapshot: Snapshot) -> Iterator[Transaction]:
     storage = _storage.of(final)
     if snapshot.request.step is None or not storage.costs_requests:
         storage.make_directory(final.parent, mode=options.mode)
-    with replacing(
-        final, overwrite=snapshot.request.overwrite, mode=options.mode
-    ) as transaction:
+    overwrite = snapshot.request.overwrite and snapshot.request.make_room is None
+    with replacing(final, overwrite=overwrite, mode=options.mode) as transaction:
         for item in trees:
             (transaction.directory / item).mkdir(exist_ok=True)
         yield transaction

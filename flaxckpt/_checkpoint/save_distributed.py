@@ -248,6 +248,8 @@ def _write_own(
     snapshot: Snapshot, previous: _arrays.written.Previous | None, operation: Operation
 ) -> WrittenFiles:
     """Writes this process's part, and commits it when all parts are durable."""
+    request, save = snapshot.request, ""
+    make_room = request.make_room or (lambda operation: operation.exchange("durable"))
     is_committed = False
     try:
         with commit.begin(snapshot) as transaction:
@@ -260,11 +262,13 @@ def _write_own(
                 operation.report("written", report)
                 last, parts = _receive(operation)
             marker = _steps.markers.StepParts(operation.index, parts).content()
+            save = _storage.files.digest(last[_storage.transaction.MARKER])
+            pin = _steps.markers.pin_of(request.path)
             written = commit.commit_files(
                 snapshot,
                 transaction,
-                {**last, _steps.markers.PARTS: marker},
-                before=lambda: operation.exchange("durable"),
+                {**last, _steps.markers.PARTS: marker, **pin},
+                before=lambda: make_room(operation),
             )
         is_committed = True
         sizes = operation.exchange("committed", written.size)
@@ -272,12 +276,19 @@ def _write_own(
         operation.fail(error)
         if is_committed and not _is_late(error):  # others have said that they failed
             with contextlib.suppress(OSError, errors.CheckpointError):
-                path = snapshot.request.path
-                _storage.transaction.delete(path, lambda path: None)
+                check = functools.partial(_check_save, save)
+                _storage.transaction.delete(request.path, check)
         if isinstance(error, Exception):
             raise operation.outcome() from error
         raise
     return written._replace(size=sum(sizes))
+
+
+def _check_save(save: str, path: Path) -> None:
+    """Raises SaveFailedError if another save has replaced a step."""
+    marker = (path / _storage.transaction.MARKER).read_bytes()
+    if _storage.files.digest(marker) != save:
+        raise errors.SaveFailedError(f"another writer has replaced {path}")
 
 
 def _is_late(error: BaseException) -> bool:

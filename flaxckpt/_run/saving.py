@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,19 +152,28 @@ class Saves:
         if is_damaged and (operation is None or operation.is_first or request.is_part):
             _checkpoint.overwrite.set_aside(path)
         tier = self._run.part_tier
-        overwrite = request.overwrite or is_damaged
-        overwrite |= tier is not None and step in tier.lost
+        is_asked = request.overwrite or is_damaged
+        overwrite = is_asked or (tier is not None and step in tier.lost)
         if request.is_part and not _util.job.is_first():
             overwrite = True  # process 0 knows whether there is such a step
         elif overwrite:
             self._run.check_replaceable(step)
         else:
             self._run.check_free(step)
-        replaces = overwrite
+        replaces, make_room = overwrite, None
         if request.is_part:
-            replaces = _distributed.agreement.broadcast(
-                operation, "overwrite", lambda: overwrite
+            assert tier is not None
+            is_asked, replaces = _distributed.agreement.broadcast(
+                operation, "overwrite", lambda: [is_asked, overwrite]
             )
+            if not is_asked:
+                make_room = functools.partial(tier.make_room, path)
+
+        earliest = 0.0
+        if tier is not None:
+            is_read = replaces and _util.job.is_first()
+            there = self._run.known_paths().get(step) if is_read else None
+            earliest = tier.earliest_time(step, there)
 
         def emit_started(**details: Any) -> None:
             self._run.events.emit(
@@ -177,8 +187,9 @@ class Saves:
             on_planned=emit_started,
             count=counter.add,
             operation=operation,
+            make_room=make_room,
             markers=self._run.markers_of_new(step, overwrite=replaces),
-            not_before=0.0 if tier is None else tier.earliest_time(step),
+            not_before=earliest,
             sampler=_arrays.sample.Sampler() if self.has_statistics else None,
         )
 

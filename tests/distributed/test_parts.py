@@ -223,7 +223,8 @@ def test_marks_unrecoverable_damage_on_all_processes(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "flaxckpt.json",
+        "_CHECKPOINT_METADATA",
+        pytest.param("flaxckpt.json", marks=pytest.mark.slow),
         pytest.param("state/_METADATA", marks=pytest.mark.slow),
         pytest.param("state/manifest.ocdbt", marks=pytest.mark.slow),
         pytest.param("commit_success.txt", marks=pytest.mark.slow),
@@ -236,8 +237,8 @@ def test_repairs_metadata_from_another_process(parts, name):
         file.unlink()
     else:
         file.write_bytes(whole[: len(whole) // 2])
-    said = run(parts, ["restore"])
-    assert all(each["restore"] == 2 for each in said)
+    said = run(parts, ["restore"], ["explain"])
+    assert all(each["restore"] == 2 and "2" in each["explain"] for each in said)
     assert file.read_bytes() == whole
 
 
@@ -315,6 +316,15 @@ def test_step_without_deleted_item_is_whole(tmp_path):
     assert said[1]["from_peers"] > 0
     assert not (tmp_path / "local-1/1/note").exists()
     assert flaxckpt.verify(tmp_path / "local-1/1").ok
+
+
+@pytest.mark.slow
+def test_save_keeps_a_whole_step_that_process_0_lacks(parts):
+    names = ["local-2", "local-0", "local-1", "local-3"]
+    said = run(parts, ["failing_save", 2], ["restore"], count=4, directories=names)
+    for each in said:
+        assert each["failing_save"][0] == "CheckpointExistsError"
+        assert each["restore"] == 2
 
 
 @pytest.mark.slow

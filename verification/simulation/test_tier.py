@@ -119,6 +119,17 @@ def test_a_save_is_newer_than_the_one_that_it_replaces_although_clocks_are_apart
         story.run_job(2, ["restore"], is_calm=True)
 
 
+def test_a_save_is_newer_than_the_one_that_it_replaces_in_the_run_directory():
+    with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
+        story.run_job(1, ["save", "uploads"], is_calm=True)
+        story.swap("m0", "m1")
+        turns = ["restore", "overwrite", "uploads"]
+        story.run_job(1, turns, is_calm=True, clock_secs=-9000.0)
+        shutil.rmtree(story.files.root / "run" / "1")
+        story.ledger.far.clear()
+        story.run_job(2, ["restore"], is_calm=True)
+
+
 def _damage(story, machine, file):
     (story.files.root / machine / "local" / "1" / file).write_bytes(b"damaged")
     story.ledger.lose(machine)

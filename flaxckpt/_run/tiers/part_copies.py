@@ -26,8 +26,6 @@ _commit_marker = _formats.native_contents.commit_marker
 _THREADS = 4
 """Files synced at a time."""
 
-_NOT_MENDED = _formats.items.UNDIGESTED - {parts.MANIFEST, parts.MARKER}
-
 _MARKERS = (
     _steps.markers.PIN,
     _steps.markers.TEMPORARY,
@@ -211,9 +209,9 @@ def _digests(
 
 
 def _mend(path: Path, files: Mapping[str, bytes]) -> None:
-    """Replaces metadata that differs from `files`; markers stay."""
+    """Replaces metadata that differs from `files`, except what may have changed."""
     for name, content in files.items():
-        if name in _MARKERS or name in _NOT_MENDED:
+        if name in _CHANGED:
             continue
         try:
             found: bytes | None = (path / name).read_bytes()

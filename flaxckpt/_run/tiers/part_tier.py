@@ -382,9 +382,10 @@ class PartTier:
         """Returns True for a step of which other places may have files."""
         return path in self._sources
 
-    def earliest_time(self, step: int) -> float:
-        """Returns a time after the saves of a step that any process had."""
-        return self._times.get(step, 0) / 1e9 + 1e-3
+    def earliest_time(self, step: int, path: Path | None) -> float:
+        """Returns a time after the saves of a step at any process, and at `path`."""
+        known = 0 if path is None else parts.find_time(path)
+        return max(known, self._times.get(step, 0)) / 1e9 + 1e-3
 
     def missing_parts(self, path: Path) -> list[int]:
         """Returns the parts of a step that only the run directory has."""
@@ -395,6 +396,33 @@ class PartTier:
     def forget(self, step: int) -> None:
         self.whole.discard(step)
         self.lost.discard(step)
+
+    # ---- saving -------------------------------------------------------------------
+
+    def make_room(self, path: Path, operation: Operation) -> None:
+        """Removes what is here of a step of which the processes lack parts.
+
+        Another job, which was thought dead, may save the step at the same time: nothing
+        that has come since this look is removed.
+
+        Raises:
+            CheckpointExistsError: The step is whole; in all processes.
+            SaveFailedError: Another save of it has come since.
+        """
+        here = None if _steps.markers.is_damaged(path) else parts.find_held(path)
+        save = parts.identify(path)
+        rows = operation.exchange("durable", here)
+        held = [Held(*row) for row in rows if row is not None]
+        if parts.choose([{0: each} for each in held if each.total], {})[0]:
+            raise exists_error(path)
+
+        def check(path: Path) -> None:
+            if parts.identify(path) != save:
+                raise errors.SaveFailedError(f"another writer has replaced {path}")
+
+        if path.exists():
+            _checkpoint.overwrite.check_replaceable(path)
+            _storage.transaction.delete(path, check)
 
     # ---- restoring --------------------------------------------------------------
 
@@ -497,6 +525,13 @@ class PartTier:
     def copies(self) -> int:
         """Number of copies that each part gets at other processes."""
         return min(map(len, self._keepers), default=0)
+
+
+def exists_error(path: Path) -> errors.CheckpointExistsError:
+    return errors.CheckpointExistsError(
+        f"{path} exists, in parts at the processes of this job: choose another step, or"
+        " pass on_exists='overwrite', or 'skip' to keep the step"
+    )
 
 
 def _check_equal(option: str, values: Sequence[object]) -> None:

@@ -92,7 +92,7 @@ def find_held(path: Path) -> Held | None:
         save,
         len(parts.files),
         tuple(here),
-        _find_time(path),
+        find_time(path),
         is_settled,
         _steps.markers.count_changes(path),
         _steps.markers.is_marked_for_upload(path),
@@ -153,7 +153,8 @@ def examine(path: Path, here: Held, others: Collection[str]) -> Held:
     return Held(save, 0, (), fault=f"{PARTS} is damaged")
 
 
-def _find_time(path: Path) -> int:
+def find_time(path: Path) -> int:
+    """Returns the nanoseconds since 1970 at the call of a save; 0 if unknown."""
     try:
         row = json.loads((path / _formats.items.CHECKPOINT).read_bytes())
         return int(row["init_timestamp_nsecs"])

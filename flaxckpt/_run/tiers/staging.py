@@ -24,7 +24,7 @@ from flaxckpt import (
 )
 from flaxckpt._run import edit, judge, retention, run_index, run_steps
 from flaxckpt._run.tiers import upload_copies, uploads
-from flaxckpt._run.tiers.part_tier import PartTier, PeerOptions
+from flaxckpt._run.tiers.part_tier import PartTier, PeerOptions, exists_error
 from flaxckpt._types import PathLike
 from flaxckpt.policies import PreservationPolicy
 
@@ -447,11 +447,7 @@ class StagedSteps(run_steps.RunSteps):
 
     def check_free(self, step: int) -> None:
         if step in self.part_tier.whole:
-            path = self.saves_in / self.format.name(step)
-            raise errors.CheckpointExistsError(
-                f"{path} exists, in parts at the processes of this job: choose another"
-                " step, or pass on_exists='overwrite', or 'skip' to keep the step"
-            )
+            raise exists_error(self.saves_in / self.format.name(step))
         if step in self.uploads.last_listed:
             raise errors.CheckpointExistsError(
                 f"{self.uploads.last_listed[step]} exists: choose another step, or pass"
