@@ -96,18 +96,11 @@ class Saves:
         operation: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
-        tier = self._run.part_tier
-
-        def is_there() -> bool:
-            is_lost = tier is not None and step in tier.lost
-            return not is_lost and step in self._run.known_paths()
-
-        if request.on_exists == "skip" and _distributed.agreement.broadcast(
-            operation, "there", is_there
-        ):
+        if request.on_exists == "skip" and self._is_there(request, operation):
             if operation is not None:
                 operation.close()
-            if not request.temporary:
+            is_here = not request.is_part or step in self._run.known_paths()
+            if is_here and not request.temporary:
                 self._run.make_permanent(step)
             return self._skip(request)
         self.check_directory()
@@ -136,6 +129,24 @@ class Saves:
         )
         self._handle_step = step
         return self._handle
+
+    def _is_there(
+        self, request: SaveRequest, operation: _distributed.operation.Operation | None
+    ) -> bool:
+        """Returns True in all processes if a step exists, and is not lost."""
+        step, tier = request.number, self._run.part_tier
+
+        def look() -> bool:
+            is_lost = tier is not None and step in tier.lost
+            return not is_lost and step in self._run.known_paths()
+
+        if _distributed.agreement.broadcast(operation, "there", look):
+            return True
+        if not request.is_part:
+            return False
+        assert tier is not None
+        assert operation is not None
+        return tier.is_whole(request.path, operation, "whole")
 
     def _complete_request(
         self,

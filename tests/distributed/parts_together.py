@@ -146,6 +146,11 @@ def restore_planned(ckpt, rank, given):
         states.check_array(leaf, value)
 
 
+def skip(ckpt, rank, given, step):
+    state = states.everything(step + 100, "rows")
+    return ckpt.save(step, state, on_exists="skip").wait().skipped
+
+
 def save_other(ckpt, rank, given, step):
     """Another state of the same step."""
     state = states.everything(step + 100, "rows")
@@ -313,6 +318,7 @@ DO = {
     function.__name__: function
     for function in (
         save,
+        skip,
         save_other,
         save_planned,
         save_partly_changed,

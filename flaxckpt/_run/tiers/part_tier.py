@@ -399,6 +399,13 @@ class PartTier:
 
     # ---- saving -------------------------------------------------------------------
 
+    def is_whole(self, path: Path, operation: Operation, stage: str) -> bool:
+        """Returns True if the processes together have all parts of a step."""
+        here = None if _steps.markers.is_damaged(path) else parts.find_held(path)
+        rows = operation.exchange(stage, here)
+        held = [Held(*row) for row in rows if row is not None]
+        return bool(parts.choose([{0: each} for each in held if each.total], {})[0])
+
     def make_room(self, path: Path, operation: Operation) -> None:
         """Removes what is here of a step of which the processes lack parts.
 
@@ -409,11 +416,8 @@ class PartTier:
             CheckpointExistsError: The step is whole; in all processes.
             SaveFailedError: Another save of it has come since.
         """
-        here = None if _steps.markers.is_damaged(path) else parts.find_held(path)
         save = parts.identify(path)
-        rows = operation.exchange("durable", here)
-        held = [Held(*row) for row in rows if row is not None]
-        if parts.choose([{0: each} for each in held if each.total], {})[0]:
+        if self.is_whole(path, operation, "durable"):
             raise exists_error(path)
 
         def check(path: Path) -> None:
