@@ -334,12 +334,15 @@ class RunSteps:
     def follow(self, deleted: Collection[int], left: Collection[int]) -> None:
         """Deletes parts of steps that process 0 deleted or lacks; logs failures.
 
-        Steps that process 0 lacks stay if they are pinned or still to be uploaded.
+        Steps that process 0 lacks stay if they are pinned or still to be uploaded, or
+        if they may be whole, as the processes have not agreed on that yet.
         """
         for step, path in self.retention.index.paths().items():
-            is_kept = _steps.markers.is_pinned(
-                path
-            ) or _steps.markers.is_marked_for_upload(path)
+            is_kept = (
+                (self.part_tier is not None and not self.part_tier.has_agreed)
+                or _steps.markers.is_pinned(path)
+                or _steps.markers.is_marked_for_upload(path)
+            )
             if step in left or (is_kept and step not in deleted):
                 continue
             try:

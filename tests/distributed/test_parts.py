@@ -321,7 +321,7 @@ def test_step_without_deleted_item_is_whole(tmp_path):
 @pytest.mark.slow
 def test_save_keeps_a_whole_step_that_process_0_lacks(parts):
     names = ["local-2", "local-0", "local-1", "local-3"]
-    do = [["skip", 2], ["failing_save", 2], ["restore"]]
+    do = [["failing_save", 2], ["save", 1], ["skip", 2], ["restore"]]
     for each in run(parts, *do, count=4, directories=names):
         assert each["skip"] == "step 2 exists"
         assert each["failing_save"][0] == "CheckpointExistsError"

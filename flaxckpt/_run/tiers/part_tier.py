@@ -97,6 +97,7 @@ class PartTier:
     Attributes:
         whole: The steps that a restore could choose, when the processes last agreed.
         lost: The steps of which parts were missing then; a save replaces them.
+        has_agreed: Whether the processes have agreed since the run was opened.
         copied: What the last restore has copied into `root`.
         copier: Copies the parts of new steps.
     """
@@ -132,6 +133,7 @@ class PartTier:
         self._times: dict[int, int] = {}
         self.whole: set[int] = set()
         self.lost: set[int] = set()
+        self.has_agreed = False
         self.copied = Copied()
         self.copier = Copier(events, mode)
         self._fetched: set[str] = set()
@@ -310,6 +312,7 @@ class PartTier:
         lost += [Lost(number, ()) for number in sorted(unknown - known)]
         lost = [each._replace(faults=tuple(faults.get(each.step, ()))) for each in lost]
         self.lost = {each.step for each in lost}
+        self.has_agreed = True
         self._sources, self._next_sources = {}, {}
         candidates = []
         for step, save, holders, is_far in found:
