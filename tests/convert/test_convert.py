@@ -487,6 +487,7 @@ def flax_state():
         "empty": (None, {}, [], (), optax.EmptyState(), jnp.zeros((0, 2))),
         "sizes": [np.zeros(n, np.uint8) for n in (0, 1, 5, 12, 200, 300)],
         "int keys": {10: 1, 9: 2},
+        "mlp/~/linear_0": {"w": jnp.ones(2)},
     }
 
 

@@ -135,8 +135,6 @@ def _fault_of_key(key: str) -> str | None:
         return "is not valid Unicode"
     if len(key.encode()) > scanner.MAX_KEY_BYTES:
         return f"has a key of more than {scanner.MAX_KEY_BYTES} bytes"
-    if "/" in key:
-        return f"has a '/' in the key {key[:60]!r}"
     return f"has a NUL in the key {key[:60]!r}" if "\0" in key else None
 
 
