@@ -27,13 +27,20 @@ def build(
     return prune(structure, table)
 
 
+def with_empty_nodes(table: LeafTable, structure: tree.Node | LeafPath) -> LeafTable:
+    """Returns the table of a state with the node of each empty container as source."""
+    nodes = _empty_nodes(structure)
+    return {
+        path: dataclasses.replace(leaf, sources=(nodes.get(path),))
+        if leaf.info.kind == "empty"
+        else leaf
+        for path, leaf in table.items()
+    }
+
+
 def prune(structure: tree.Node | LeafPath, table: LeafTable) -> tree.Node | LeafPath:
     """Returns the containers of a table's leaves from those of more; see `build`."""
-    empties = {
-        tree.join(keys): node
-        for keys, node in tree.containers(structure)
-        if not node.children
-    }
+    empties = _empty_nodes(structure)
     root: _Parts = {}
     for path, leaf in table.items():
         part = (
@@ -55,11 +62,21 @@ _Parts: TypeAlias = "dict[str, tuple[tree.Key, _Parts | tree.Node | LeafPath]]"
 """Children by the last part of their paths, each with its key."""
 
 
+def _empty_nodes(structure: tree.Node | LeafPath) -> dict[LeafPath, tree.Node]:
+    return {
+        tree.join(keys): node
+        for keys, node in tree.containers(structure)
+        if not node.children
+    }
+
+
 def _find_empty_node(
     path: LeafPath, leaf: Leaf, empties: Mapping[LeafPath, tree.Node]
 ) -> tree.Node:
     """Returns the node of an empty container, which may have moved."""
     [source] = leaf.sources
+    if isinstance(source, tree.Node):
+        return source
     before = source.info.path if isinstance(source, StoredLeaf) else path
     return empties.get(before) or tree.empty_node(leaf.info.python_type)
 

@@ -13,9 +13,9 @@ from flax.core import meta
 
 from flaxckpt import _util, errors
 from flaxckpt._state import boxes as state_boxes
+from flaxckpt._state import containers, leaf_types, nnx_objects, optimizer_roles
 from flaxckpt._state import describe as state_describe
 from flaxckpt._state import flatten as state_flatten
-from flaxckpt._state import leaf_types, nnx_objects, optimizer_roles
 from flaxckpt._state import tree as state_tree
 from flaxckpt._state.flatten import FlatTree
 from flaxckpt._state.leaf import Leaf, LeafTable
@@ -86,8 +86,12 @@ class FlatState:
         return optimizer_roles.with_roles(self.table, self.optimizer_facts)
 
     def table_to_transform(self) -> LeafTable:
-        """Returns the table with roles, by which moments follow, and with boxes."""
-        return state_boxes.with_boxes(self.table_with_roles(), self.structure)
+        """Returns the table with roles, by which moments follow, boxes, and nodes.
+
+        The node of an empty container tells its class where it is moved or copied to.
+        """
+        table = containers.with_empty_nodes(self.table_with_roles(), self.structure)
+        return state_boxes.with_boxes(table, self.structure)
 
     def rebuild(
         self, values: Mapping[LeafPath, Any], *, in_parts: bool = False

@@ -185,7 +185,7 @@ Value: TypeAlias = (
     " | bool | int | float | complex | str | None"
 )
 
-Source: TypeAlias = "Value | StoredLeaf"
+Source: TypeAlias = "Value | StoredLeaf | tree.Node"
 
 
 @row
@@ -195,7 +195,7 @@ class Leaf:
     Attributes:
         info: The properties of the leaf.
         sources: The value, or the stored leaf; several for a computed leaf. The source
-            of an empty container is None.
+            of an empty container is None, or its node while transforms change a state.
         fn: Computes the leaf from its sources, as jax arrays of their stored shapes and
             types. It is traced. If None, the leaf is its only source, cast.
         transforms: Names of the transforms that changed the leaf, in order.

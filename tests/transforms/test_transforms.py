@@ -34,6 +34,7 @@ from flaxckpt.transforms import (
     transpose,
     unstack,
 )
+from tests.helpers import strategies
 from tests.helpers.files import flip_bit
 from tests.helpers.optimizer_states import save_with
 from tests.transforms.states import round_trip, table_of, transformed
@@ -967,6 +968,38 @@ def test_drop_spares_empty_container_with_similar_path(tmp_path):
     flaxckpt.save(tmp_path / "c", state)
     found = flaxckpt.load(tmp_path / "c", transforms=[drop("numpy/0")])
     assert isinstance(found["train"].opt_state[1], optax.EmptyState)
+
+
+MASK = {"qkv": {"kernel": False, "bias": True}, "out": {"kernel": False}}
+PARTS = [rf"params/{part}/\1" for part in "qkv"]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [split("params/qkv/(.*)", PARTS)],
+        [
+            split("params/qkv/(.*)", PARTS),
+            rename("params/(.)/(.*)", r"params/new_\1/\2"),
+        ],
+        [rename("params/out/(.*)", r"params/head/\1")],
+        [rename("opt_state/(.*)", r"optimizer/\1")],
+        [copy("opt_state/(.*)", r"before/\1")],
+    ],
+)
+def test_empty_container_keeps_its_class_where_it_goes(tmp_path, steps):
+    params = {
+        "qkv": {"kernel": jnp.arange(24.0).reshape(2, 12), "bias": jnp.ones(12)},
+        "out": {"kernel": jnp.ones((4, 2))},
+    }
+    tx = optax.masked(optax.adam(1e-3), MASK)
+    state = {"params": params, "opt_state": tx.init(params)}
+    flaxckpt.save(tmp_path / "plain", state)
+    flaxckpt.save(tmp_path / "changed", state, transforms=steps)
+    strategies.assert_same(
+        flaxckpt.load(tmp_path / "plain", transforms=steps),
+        flaxckpt.load(tmp_path / "changed"),
+    )
 
 
 # ---- what a transform may and may not do --------------------------------------------
