@@ -7,7 +7,7 @@ import difflib
 
 import jax
 
-from flaxckpt import _state
+from flaxckpt import _state, errors
 from flaxckpt._state.leaf import Leaf, LeafInfo, LeafTable
 from flaxckpt.errors import Mismatch
 
@@ -30,12 +30,17 @@ _ADVICE_ON_SHARDING = (
 def describe_missing(
     wanted: LeafInfo, table: LeafTable, *, nearest: bool = True
 ) -> Mismatch:
-    """Returns the problem of a leaf missing in `table`, with the most similar name."""
+    """Returns the problem of a leaf missing in `table`.
+
+    It tells leaves inside the wanted path, or with `nearest` the most similar name.
+    """
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
     found = "nothing"
-    if f"{wanted.path}/value" in table:
-        found = f"nothing (nearest: {wanted.path}/value)"
+    outer = f"{wanted.path}/" if wanted.path else ""
+    inner = [path for path in table if path.startswith(outer)] if nearest else []
+    if inner:
+        found = f"a container with {errors.first_few(inner, 2)}"
     elif nearest and len(table) <= _NEAREST_AMONG:
         near = difflib.get_close_matches(wanted.path, table, n=1)
         found = f"nothing (nearest: {near[0]})" if near else found

@@ -135,6 +135,27 @@ def test_error_names_wanted_and_found_of_each_mismatch(path):
     assert str(path) in text
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "leaf", "found"),
+    [
+        (
+            {"a": {"b": 1, "c": 2, "d": 3}},
+            {"a": 0},
+            "a",
+            "a container with a/b, a/c, …",
+        ),
+        ({"a": {"value": 1}, "ab": 2}, {"a": 0}, "a", "a container with a/value"),
+        ({"a": [1]}, np.int64(0), "", "a container with a/0"),
+    ],
+)
+def test_error_names_container_in_place_of_leaf(tmp_path, stored, wanted, leaf, found):
+    flaxckpt.save(tmp_path / "c", stored)
+    with pytest.raises(errors.RestoreMismatchError) as info:
+        flaxckpt.load(tmp_path / "c", wanted)
+    [mismatch] = info.value.mismatches
+    assert (mismatch.leaf, mismatch.found) == (leaf, found)
+
+
 def test_errors_stay_short_for_many_leaves(tmp_path):
     flaxckpt.save(tmp_path / "c", {"a": 1})
     with pytest.raises(errors.RestoreMismatchError) as info:
