@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from flaxckpt import _util, errors
 from flaxckpt._storage import store_settings
@@ -293,15 +293,11 @@ def resolve(path: PathLike) -> Path:
             "wanted a path, found an empty string: use '.' for the current directory"
         )
     if "://" in text:
-        url = urlsplit(text)
-        if url.scheme in store_settings.SCHEMES:
-            return parse(url.scheme + text[len(url.scheme) :])
-        if url.scheme != "file" or url.netloc not in ("", "localhost"):
-            raise errors.OptionError(
-                f"{text}: wanted a local path or a URL of file://, s3://, gs:// or"
-                f" memory://, found {url.scheme}://"
-            )
-        text = unquote(url.path)
+        scheme, _, rest = text.partition("://")
+        scheme = scheme.lower()
+        if scheme in store_settings.SCHEMES:
+            return parse(f"{scheme}://{rest}")
+        text = _parse_file_url(text)
     elif _URL_IN_A_PATH.match(text):
         raise errors.OptionError(
             f"{text!r} looks like a URL that was converted to a Path, which removes a"
@@ -321,6 +317,27 @@ def resolve(path: PathLike) -> Path:
             " as '/': rename the directory, or use another"
         )
     return Path(absolute)
+
+
+def _parse_file_url(url: str) -> str:
+    """Returns the path that a URL of file:// names; raises OptionError for another.
+
+    `urlsplit` removes newlines and tabs, and ends the path at a "?" or "#", so that
+    several directories would be one.
+    """
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    if scheme.lower() != "file" or host not in ("", "localhost") or not slash:
+        raise errors.OptionError(
+            f"{url}: wanted a local path or a URL of file:///path, s3://, gs:// or"
+            f" memory://, found {scheme}://{host}"
+        )
+    if "?" in path or "#" in path:
+        raise errors.OptionError(
+            f"{url}: wanted a file:// URL without a query and a fragment: write %3F for"
+            " '?' and %23 for '#', or pass the path without file://"
+        )
+    return os.fsdecode(b"/" + unquote_to_bytes(os.fsencode(path)))
 
 
 # ---- directories in memory, for TensorStore to write to ---------------------------

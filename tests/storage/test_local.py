@@ -24,9 +24,30 @@ def test_resolves_relative_home_and_url_paths(tmp_path, monkeypatch):
     assert _storage.paths.resolve(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
 
 
-def test_rejects_other_urls():
-    with pytest.raises(errors.OptionError, match="ftp://"):
-        _storage.paths.resolve("ftp://host/run")
+@pytest.mark.parametrize(
+    "name", ["a%20b", "a#b?c", "a\nb\tc", "ß", os.fsdecode(b"\xff")]
+)
+def test_resolves_each_file_url_to_its_own_directory(tmp_path, name):
+    assert _storage.paths.resolve((tmp_path / name).as_uri()) == tmp_path / name
+
+
+def test_keeps_control_characters_of_file_urls(tmp_path):
+    assert _storage.paths.resolve(f"file://{tmp_path}/a\nb") == tmp_path / "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("ftp://host/run", "found ftp://host"),
+        ("file://host/run", "found file://host"),
+        ("file://", "wanted a local path or a URL"),
+        ("file:///runs/lr#1", "%23 for '#'"),
+        ("file:///runs/lr?1", "%3F for '\\?'"),
+    ],
+)
+def test_rejects_other_urls(url, advice):
+    with pytest.raises(errors.OptionError, match=advice):
+        _storage.paths.resolve(url)
 
 
 def test_rejects_paths_with_nul():
