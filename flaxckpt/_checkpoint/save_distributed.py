@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from flaxckpt import _arrays, _distributed, _formats, _steps, _storage, datasets, errors
 from flaxckpt._checkpoint import commit
@@ -45,15 +45,16 @@ def select_own(
     step or tree in this process is an error.
     """
     candidates = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
-    checksums = [_checksum(info) for info in infos]
-    digest = hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
+    described = {info.path: _describe(info) for info in infos}
+    text = json.dumps(described, sort_keys=True)  # dicts are equal in any order
+    digest = hashlib.sha256(text.encode()).hexdigest()
 
     def describe() -> JSON:
         elsewhere = [leaf[0] for leaf in candidates if not _is_here(leaf)]
-        each = checksums if len(checksums) <= _MAX_CHECKSUMS else None
-        return [operation.what, elsewhere, digest, each]
+        packed = _pack(text) if len(described) <= _MAX_DESCRIBED else None
+        return [operation.what, elsewhere, digest, packed]
 
-    what, elsewhere, first_digest, each = operation.first("begun", describe)
+    what, elsewhere, first_digest, packed = operation.first("begun", describe)
     if operation.is_first:
         return candidates
     if what != operation.what:
@@ -62,7 +63,8 @@ def select_own(
             f" {what}: all processes must save the same steps, in the same order"
         )
     if digest != first_digest:
-        raise _tree_error(operation, infos, checksums, each)
+        of_first = None if packed is None else json.loads(_unpack(packed))
+        raise _tree_error(operation, described, of_first)
     absent = set(elsewhere)
     return [
         leaf
@@ -71,41 +73,81 @@ def select_own(
     ]
 
 
-_MAX_CHECKSUMS = 10_000
-"""Up to this number of leaves, checksums of each leaf are sent, to name differences."""
+_MAX_DESCRIBED = 10_000
+"""Up to this number of leaves, their descriptions are sent, to name differences."""
 
 
-def _checksum(info: LeafInfo) -> int:
-    """Returns a checksum of the leaf properties that must agree in all processes."""
-    is_shared = info.sharding is not None and _arrays.to_host.is_of_several(
-        info.sharding
-    )
-    spec = info.sharding.spec if isinstance(info.sharding, NamedSharding) else None
-    text = (
-        f"{info.path} {info.kind} {info.shape} {info.dtype} {info.chunk_shape}"
-        f" {is_shared} {spec if is_shared else None}"
-    )
-    return zlib.crc32(text.encode(errors="surrogateescape"))
+def _pack(text: str) -> str:
+    return _to_text(zlib.compress(text.encode(), level=1))
+
+
+def _unpack(packed: str) -> str:
+    return zlib.decompress(base64.b64decode(packed)).decode()
+
+
+def _describe(info: LeafInfo) -> list[str]:
+    """Returns the properties of a leaf that must be the same in all processes."""
+    is_array = info.kind in ("array", "prng_key")
+    return [
+        str(info) if is_array else f"{info.kind} {info.dtype or ''}".rstrip(),
+        _APART if info.sharding is None else _describe_sharding(info.sharding),
+        f"chunks of {list(info.chunk_shape)}" if info.chunk_shape else "",
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _describe_sharding(sharding: Sharding) -> str:
+    """Returns which devices hold what of a leaf on devices of several processes."""
+    if not _arrays.to_host.is_of_several(sharding):
+        return _APART
+    if not isinstance(sharding, NamedSharding):
+        return "on devices of several processes"
+    axes = ", ".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+    ids = [device.id for device in sharding.mesh.devices.flat]
+    if len(ids) > _MAX_IDS:
+        ids_text = f"{ids[0]} … {ids[-1]} ({zlib.crc32(str(ids).encode()):08x})"
+    else:
+        ids_text = ", ".join(map(str, ids))
+    return f"{tuple(sharding.spec)} over {axes} on devices {ids_text}"
+
+
+_APART = "in each process"
+
+_MAX_IDS = 16
+"""Up to this number of devices, a description lists all of a mesh."""
 
 
 def _tree_error(
     operation: Operation,
-    infos: Sequence[LeafInfo],
-    checksums: Sequence[int],
-    of_first: Sequence[int] | None,
+    described: Mapping[str, Sequence[str]],
+    of_first: Mapping[str, Sequence[str]] | None,
 ) -> errors.SaveFailedError:
-    expected = set(of_first or ())
+    paths = [] if of_first is None else list(dict.fromkeys((*of_first, *described)))
+    both = [(path, described.get(path), (of_first or {}).get(path)) for path in paths]
     rows = [
-        f"{info.path}: {info}"
-        for info, checksum in zip(infos, checksums, strict=True)
-        if of_first is not None and checksum not in expected
+        f"{path}: {_name_difference(here, first)}"
+        for path, here, first in both
+        if here != first
     ]
     return errors.SaveFailedError(
         f"in {operation.what}, the state of process {operation.index} has other leaves,"
         " shapes, types or shardings than the state of process 0"
         + (f"; leaves that differ:\n{errors.rows(rows)}" if rows else "")
-        + "\nAll processes must save the same tree."
+        + "\nAll processes must save the same tree, on one mesh."
     )
+
+
+def _name_difference(here: Sequence[str] | None, first: Sequence[str] | None) -> str:
+    """Returns what process 0 saves of a leaf, which is wanted, and what this one."""
+    if here is None or first is None:
+        return f"wanted {_name(first)}, found {_name(here)}"
+    differing = [pair for pair in zip(first, here, strict=True) if len({*pair}) > 1]
+    wanted, found = zip(*differing, strict=True)
+    return f"wanted {_name(wanted)}, found {_name(found)}"
+
+
+def _name(parts: Sequence[str] | None) -> str:
+    return "nothing" if parts is None else "; ".join(filter(None, parts))
 
 
 def _is_on_devices(leaf: Named) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 names, rank, count, port, where, arguments = sys.argv[1:]
@@ -168,9 +168,10 @@ def restore():
     say(ok=True)
 
 
-def halves(value):
-    """An array of which each device has equally many rows."""
-    sharding = NamedSharding(states.mesh("rows"), P("x"))
+def halves(value, step=1):
+    """An array of which each device has equally many rows, in the order of `step`."""
+    devices = states.mesh("rows").devices[::step]
+    sharding = NamedSharding(Mesh(devices, states.mesh("rows").axis_names), P("x"))
     return states.array(value, sharding)
 
 
@@ -631,6 +632,11 @@ def disagree():
         differs(ckpt, 2, {f"w{RANK}": same})
         differs(ckpt, 3, {"w": same, "n": np.zeros(2 + RANK)})
         differs(ckpt, 4, {"w": same, "n": np.zeros(2) if RANK else jnp.zeros(3)})
+        differs(ckpt, 5, {"w": same} if RANK else {"w": same, "only_here": 1})
+        differs(ckpt, 6, {"w": halves(np.ones((8, 2), np.float32), step=1 - 2 * RANK)})
+        in_order = ["w", "n"] if RANK else ["n", "w"]  # jax sorts the keys of a dict
+        ckpt.save(3, {key: {"w": same, "n": np.zeros(2)}[key] for key in in_order})
+        ckpt.delete(3)
         ckpt.save(2, {"w": same}).wait()
         assert ckpt.steps() == [1, 2]
         notes = Path(DIRECTORY) / "2" / "notes.txt"

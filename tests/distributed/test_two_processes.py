@@ -178,7 +178,11 @@ def test_disagreement_between_processes_prevents_commit(with_orbax):
     first, second = (said["told"] for said in with_orbax[1]["disagree"])
     assert "step 11" in second[0]
     assert "step 10" in second[0]
-    assert "w1" in second[1]
+    assert "w1: wanted nothing, found float32[8, 2]" in second[1]
+    assert "w0: wanted float32[8, 2]" in second[1]
+    assert "only_here: wanted scalar int64" in second[4]
+    assert "on devices 0, 1, " in second[5]
+    assert "found ('x',) over" in second[5]
     assert all("process 1" in text for text in first + second)
 
 
