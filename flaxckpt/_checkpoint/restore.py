@@ -678,7 +678,10 @@ def restore_dataset(stored: Stored, iterator: Any) -> None:
         if files := _formats.native.read_dataset(
             path, stored.digests, stored.items.dataset
         ):
-            datasets.set_state(iterator, files, path=path)
+            # `read_dataset` has found each file of which there is a digest.
+            name = stored.items.dataset
+            is_whole = any(file.startswith(f"{name}/") for file in stored.digests)
+            datasets.set_state(iterator, files, path=path, is_whole=is_whole)
             return
         reason = f"{path} was saved without a dataset iterator"
         advice = (

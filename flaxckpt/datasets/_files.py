@@ -59,18 +59,21 @@ def state_files(dataset: Any) -> dict[str, bytes]:
     return files
 
 
-def set_state(dataset: Any, files: Mapping[str, bytes], *, path: Path) -> None:
+def set_state(
+    dataset: Any, files: Mapping[str, bytes], *, path: Path, is_whole: bool = False
+) -> None:
     """Restores the saved position of `dataset`, of the same kind over the same data.
 
-    `files` are the result of `state_files`, or were written by Orbax and grain. Raises
-    DatasetStateError if an iterator rejects the state, or if another number of
-    processes saved it, and DamagedCheckpointError if the state of a process is missing.
+    `files` are the result of `state_files`, or were written by Orbax and grain; with
+    `is_whole`, they are all that were saved. Raises DatasetStateError if an iterator
+    rejects the state, or if another number of processes saved it, and
+    DamagedCheckpointError if the state of a process may have been lost.
     """
     iterators, restarting = _iterators(dataset)
     adapters = [_adapters.find(iterator) for iterator in iterators]
     description = _read_description(files)
     try:
-        names = _shards.choose(iterators, files, path)
+        names = _shards.choose(iterators, files, path, is_whole)
     except errors.DatasetStateError as error:
         if not restarting:
             raise

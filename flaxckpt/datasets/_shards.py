@@ -14,12 +14,13 @@ _SHARD = re.compile(r"shard_state_(\d+)\.json")
 
 
 def choose(
-    iterators: Sequence[Any], files: Mapping[str, bytes], path: Path
+    iterators: Sequence[Any], files: Mapping[str, bytes], path: Path, is_whole: bool
 ) -> list[str] | None:
     """Returns the state file of each iterator; None if shards have state files.
 
-    Raises DatasetStateError if no file fits, as the number of processes has changed,
-    and DamagedCheckpointError if the state of a process is missing.
+    Raises DatasetStateError if no file fits, as the number of processes has changed, or
+    a process saved no state. Unless `is_whole`, such a state may have been lost: it
+    raises DamagedCheckpointError.
     """
     names = _names.state_names(len(iterators))
     if all(name in files for name in names):
@@ -35,9 +36,16 @@ def choose(
     elif (
         count == _util.processes.process_count() * len(iterators) or len(saved) != count
     ):
-        raise errors.DamagedCheckpointError(
+        missing = (
             f"{path} has the dataset states {saved[: errors.ROWS_SHOWN]}, but not all"
-            f" {count}; restore another step"
+            f" {count}"
+        )
+        if not is_whole:
+            raise errors.DamagedCheckpointError(f"{missing}; restore another step")
+        raise errors.DatasetStateError(
+            f"{missing}: the other processes passed no dataset to the save, so their"
+            " data cannot continue; pass dataset=None there, or"
+            " datasets.Restarting(iterator), or restore another step"
         )
     if has_shards(iterators) and any(_SHARD.fullmatch(name) for name in files):
         return None

@@ -301,3 +301,5 @@ def test_missing_state_counts_as_damage(process):
         process(index, count)
         with pytest.raises(errors.DamagedCheckpointError, match="not all 3"):
             datasets.set_state(part(index, count), files, path="run/1")
+        with pytest.raises(errors.DatasetStateError, match="passed no dataset"):
+            datasets.set_state(part(index, count), files, path="run/1", is_whole=True)

@@ -268,7 +268,14 @@ def data():
     with flaxckpt.Checkpointer(DIRECTORY / "common") as ckpt:
         [next(common) for _ in range(5)]
         ckpt.save(1, {"w": jnp.ones(2)}, dataset=common).wait()
-    say(next=wanted)
+    with flaxckpt.Checkpointer(DIRECTORY / "first") as ckpt:
+        ckpt.save(1, {"w": jnp.ones(2)}, dataset=common).wait()
+        given = {"dataset": common} if RANK == 0 else {}
+        ckpt.save(2, {"w": jnp.ones(2)}, **given).wait()
+        with raising(errors.DatasetStateError) as told:  # and takes no older step
+            ckpt.restore({"w": jnp.ones(2)}, dataset=iterators()[1])
+        ckpt.restore({"w": jnp.ones(2)}, **given)
+    say(next=wanted, told=told[1])
 
 
 def sizes():

@@ -196,6 +196,11 @@ def test_each_process_has_own_part_of_data(job):
     assert {f"dataset/{name}" for name in files} <= manifest["digests"].keys()
 
 
+def test_dataset_of_first_process_only_is_no_damage(job):
+    told = [said["told"] for said in job[1]["data"]]
+    assert all("first/2" in text and "passed no dataset" in text for text in told)
+
+
 def test_only_elastic_data_continues_in_one_process(job):
     directory, _ = job
     data = flaxckpt.datasets.StepIndexed(lambda i: 10 * i)
