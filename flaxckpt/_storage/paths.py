@@ -63,6 +63,11 @@ class RemotePath(_Base):
     def __fspath__(self) -> NoReturn:
         raise TypeError(f"{self} is not a path in the file system")
 
+    @property
+    def parent(self) -> RemotePath:
+        """The prefix above; of a bucket, itself, as of the root of a disk."""
+        return super().parent if self.parts[1:] else self
+
     # ---- keys ---------------------------------------------------------------------
 
     @property

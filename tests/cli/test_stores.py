@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import flaxckpt
+from flaxckpt import errors
 
 counter = itertools.count()
 
@@ -55,8 +56,11 @@ def test_doctor_checks_bucket_and_leaves_nothing_behind(url, command):
 
 
 def test_commands_reject_missing_runs_in_stores(command):
-    nowhere = f"memory://cli/{next(counter)}"
-    assert "does not exist" in command.refuses("ls", nowhere)
-    assert "does not exist" in command.refuses("pin", nowhere, 1)
-    assert "does not exist" in command.refuses("prune", nowhere, "-k", "latest:1", "-y")
+    for nowhere in (f"memory://cli/{next(counter)}", f"memory://empty{next(counter)}"):
+        assert "does not exist" in command.refuses("ls", nowhere)
+        assert "does not exist" in command.refuses("pin", nowhere, 1)
+        prune = ("prune", nowhere, "-k", "latest:1", "-y")
+        assert "does not exist" in command.refuses(*prune)
+        with pytest.raises(errors.CheckpointNotFoundError):
+            flaxckpt.load(nowhere)
     assert "ftp://" in command.refuses("ls", "ftp://x/y")
