@@ -36,6 +36,7 @@ _FINDING_ERRORS = (
     errors.DamagedCheckpointError,
     errors.SaveFailedError,
     errors.CheckpointTimeoutError,
+    errors.StoreError,
 )
 """Errors that exit with `FINDING`: the command line was correct."""
 

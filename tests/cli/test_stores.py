@@ -64,3 +64,14 @@ def test_commands_reject_missing_runs_in_stores(command):
         with pytest.raises(errors.CheckpointNotFoundError):
             flaxckpt.load(nowhere)
     assert "ftp://" in command.refuses("ls", "ftp://x/y")
+
+
+def test_unreachable_store_is_a_failed_read_and_no_wrong_usage(command, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    bucket = f"s3://unreachable{next(counter)}"
+    options = flaxckpt.StoreOptions(endpoint="http://127.0.0.1:1", deadline_secs=5)
+    flaxckpt.set_store_options(bucket, options)
+    for verb in (["ls"], ["verify"], ["prune", "--keep", "latest:1", "--yes"]):
+        told = command.refuses(verb[0], f"{bucket}/run", *verb[1:], code=1)
+        assert "that the store can be reached" in told
