@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -66,13 +67,17 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns the time of the save, else of its oldest file, in seconds since 1970."""
+    """Returns the time of the save, else of its oldest file, in seconds since 1970.
+
+    NaN, which policies take for unknown, if no file has a time, as in a store.
+    """
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
         created = items.read_step_metadata(path).created
     if created is None:
         with contextlib.suppress(FileNotFoundError):  # just deleted
-            return min(file.lstat().st_mtime for file in path.iterdir())
+            times = (file.lstat().st_mtime for file in path.iterdir())
+            return min(filter(None, times), default=math.nan)
         return time.time()
     return created
 

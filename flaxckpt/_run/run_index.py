@@ -6,6 +6,7 @@ Retention, restores, lists and reports read the same rows, so they cannot disagr
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -83,7 +84,7 @@ class RunStep:
 
     @property
     def created(self) -> float:
-        """Start of the save, in seconds since 1970."""
+        """Start of the save, in seconds since 1970; NaN if unknown."""
         stamp, created = self._values.created.read(self.path)
         self.stamps.setdefault("created", stamp)
         return created
@@ -91,9 +92,10 @@ class RunStep:
     def find_created(self) -> float | None:
         """Returns the start of the save; None if it cannot be read."""
         try:
-            return self.created
-        except (OSError, ValueError):  # deleted, or an empty directory
+            created = self.created
+        except (OSError, ValueError):  # deleted, or damaged
             return None
+        return None if math.isnan(created) else created
 
     def is_outdated(self) -> bool:
         """Returns True if a file has changed since a policy read it."""

@@ -7,6 +7,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
+from flaxckpt._storage.paths import resolve
 
 counter = itertools.count()
 
@@ -35,6 +36,17 @@ def test_read_only_verbs_support_stores(url, command):
     lines = command.text("du", url)
     assert ["2", "-", "-"] in [line.split() for line in lines]
     assert "object stores do not report the sizes of files" in lines
+
+
+def test_steps_without_a_time_in_stores_are_not_of_1970(url, command):
+    for step in (1, 2, 3):
+        for name in ("_CHECKPOINT_METADATA", "flaxckpt.json"):
+            resolve(f"{url}/{step}/{name}").unlink()
+        resolve(f"{url}/{step}/commit_success.txt").write_bytes(b"")  # as of Orbax
+    assert [step["created"] for step in command.json("ls", url)["steps"]] == [None] * 3
+    assert "1970" not in command("ls", url).stdout
+    kept = command.json("explain", url, "-k", "secs:2h")  # it deletes no such step
+    assert all(kept.values())
 
 
 def test_modifying_verbs_support_stores(url, command, tmp_path):
