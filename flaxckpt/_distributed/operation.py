@@ -85,7 +85,7 @@ class ProcessGroup:
         self.index = index
         self.count = count
         self._counts: collections.Counter[str] = collections.Counter()
-        self._open: set[Operation] = set()
+        self._open: dict[Operation, None] = {}  # in their order
         self._joined: dict[str, str] = {}
         self._listening: collections.Counter[str] = collections.Counter()
         self._opened: collections.Counter[str] = collections.Counter()
@@ -118,7 +118,7 @@ class ProcessGroup:
             self._counts[name] += 1
             earlier = tuple(self._ended.get(_series(name), ()))
         operation = Operation(self, f"{name}/{number}", what, timeout_secs, earlier)
-        self._open.add(operation)
+        self._open[operation] = None
         self.heartbeats.start()
         return operation
 
@@ -210,7 +210,7 @@ class ProcessGroup:
 
     def end(self, operation: Operation, *, all_reported: bool) -> None:
         """Forgets an operation; deletes its messages when no process needs them."""
-        self._open.discard(operation)
+        self._open.pop(operation, None)
         if self.index != 0:
             return
         read = operation.earlier if all_reported else ()

@@ -93,6 +93,8 @@ class Disks(filesystem.FileSystem):
             rebuild(disk.stat().st_ino, new)
             shutil.rmtree(disk)
             new.rename(disk)
+            for path in sorted(disk.rglob("*"), reverse=True):
+                self.stamp(path)  # not as late as the first look at it
             names, contents = self._read(disk)  # all that is left is synced
             self._names |= names
             self._contents |= contents

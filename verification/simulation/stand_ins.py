@@ -12,6 +12,7 @@ AttributeError.
 import contextlib
 import importlib
 import inspect
+import itertools
 import os
 import pkgutil
 import secrets
@@ -19,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -49,6 +51,10 @@ def _time() -> float:
     return kernel.EPOCH + world.now + jump
 
 
+def _time_ns() -> int:
+    return int(_time() * 10**9)
+
+
 def _sleep(secs: float) -> None:
     world = kernel.current()
     if world is None:
@@ -75,6 +81,13 @@ def _token_hex(nbytes: int = 32) -> str:
     if world is None:
         return secrets.token_hex(nbytes)
     return world.random.randbytes(nbytes).hex()
+
+
+def _uuid4() -> uuid.UUID:
+    world = kernel.current()
+    if world is None:
+        return uuid.uuid4()
+    return uuid.UUID(int=next(world.shared.setdefault("uuids", itertools.count(1))))
 
 
 def _gethostname() -> str:
@@ -323,7 +336,9 @@ _MODULES: dict[ModuleType, dict[str, Any]] = {
         "perf_counter": _monotonic,
         "sleep": _sleep,
         "time": _time,
+        "time_ns": _time_ns,
     },
+    uuid: {"uuid4": _uuid4},
 }
 
 _PATCHES: dict[tuple[ModuleType, str], Any] = {

@@ -101,11 +101,11 @@ def test_detects_planted_fault(fault):
 
 _TIMELINES = """
 import os, re, sys
-from verification.simulation import test_files
+from verification.simulation import runner, test_files, tier
 os.getpid = lambda: int(sys.argv[1])
-for histories in test_files.KINDS:
-    with test_files.installed(histories):
-        for seed in range(8):
+for histories, seeds in [*((kind, 8) for kind in test_files.KINDS), (tier, 24)]:
+    with runner.installed(histories):
+        for seed in range(seeds):
             for line in histories.history(seed, is_traced=True):
                 # Without the directory, and its digest.
                 print(re.sub("simulation-[0-9]+|[0-9a-f]{12}", "", str(line)))

@@ -203,8 +203,8 @@ def _digests(
     digests = json.loads(manifest)["digests"]
     return {
         name: digests[name]
-        for name in digests.keys() - known.sizes.keys()
-        if _steps.markers.top(name) not in deleted
+        for name in digests
+        if name not in known.sizes and _steps.markers.top(name) not in deleted
     }
 
 
@@ -275,7 +275,7 @@ def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], by
         names = {*_digests(manifest, known, ()), *_formats.items.UNDIGESTED, *_MARKERS}
         items = {_steps.markers.top(name) for name in {*listed.sizes, *names}}
         marks = {_steps.markers.deletion_marker(item): item for item in items}
-        files |= read({*names, *marks} - {parts.MARKER, *files})
+        files |= read(sorted({*names, *marks} - {parts.MARKER, *files}))
     deleted = {marks[name] for name in marks.keys() & files.keys()}
     for name, digest in _digests(manifest, known, deleted).items():
         if name not in files:

@@ -465,7 +465,7 @@ class PartTier:
         if (sources := self._sources.get(path)) is None:
             return False
         names = {str(file.relative_to(path)) for file in wanted}
-        here = {name for name in names if (path / name).exists()} if is_again else ()
+        here = [n for n in sorted(names) if (path / n).exists()] if is_again else []
         faults = _checkpoint.verify.find_faults(path, here) if here else {}
         for name, why in faults.items():
             _log.warning("%s is damaged, and copied again: %s", path / name, why)
