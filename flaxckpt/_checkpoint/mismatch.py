@@ -30,10 +30,7 @@ _ADVICE_ON_SHARDING = (
 def describe_missing(
     wanted: LeafInfo, table: LeafTable, *, nearest: bool = True
 ) -> Mismatch:
-    """Returns the problem of a leaf missing in `table`.
-
-    It tells leaves inside the wanted path, or with `nearest` the most similar name.
-    """
+    """Returns the problem of a missing leaf; with `nearest`, what is there instead."""
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
     found = "nothing"

@@ -67,10 +67,7 @@ def checkpoint_metadata(
 
 
 def read_created(path: Path) -> float:
-    """Returns the time of the save, else of its oldest file, in seconds since 1970.
-
-    NaN, which policies take for unknown, if no file has a time, as in a store.
-    """
+    """Returns the seconds since 1970 at the save, or of the oldest file; else NaN."""
     created = None
     with contextlib.suppress(errors.DamagedCheckpointError):
         created = items.read_step_metadata(path).created

@@ -86,10 +86,8 @@ class FlatState:
         return optimizer_roles.with_roles(self.table, self.optimizer_facts)
 
     def table_to_transform(self) -> LeafTable:
-        """Returns the table with roles, by which moments follow, boxes, and nodes.
-
-        The node of an empty container tells its class where it is moved or copied to.
-        """
+        """Returns the table with roles, by which moments follow, boxes, and nodes."""
+        # The node of an empty container tells its class where it is moved or copied to.
         table = containers.with_empty_nodes(self.table_with_roles(), self.structure)
         return state_boxes.with_boxes(table, self.structure)
 

@@ -325,11 +325,9 @@ def resolve(path: PathLike) -> Path:
 
 
 def _parse_file_url(url: str) -> str:
-    """Returns the path that a URL of file:// names; raises OptionError for another.
-
-    `urlsplit` removes newlines and tabs, and ends the path at a "?" or "#", so that
-    several directories would be one.
-    """
+    """Returns the path that a URL of file:// names; raises OptionError for another."""
+    # `urlsplit` removes newlines and tabs, and ends the path at a "?" or "#", so that
+    # several directories would be one.
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     if scheme.lower() != "file" or host not in ("", "localhost") or not slash:

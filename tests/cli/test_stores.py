@@ -7,7 +7,7 @@ import pytest
 
 import flaxckpt
 from flaxckpt import errors
-from flaxckpt._storage.paths import resolve
+from tests.helpers import seams
 
 counter = itertools.count()
 
@@ -39,6 +39,7 @@ def test_read_only_verbs_support_stores(url, command):
 
 
 def test_steps_without_a_time_in_stores_are_not_of_1970(url, command):
+    resolve = seams.current("paths.resolve")
     for step in (1, 2, 3):
         for name in ("_CHECKPOINT_METADATA", "flaxckpt.json"):
             resolve(f"{url}/{step}/{name}").unlink()

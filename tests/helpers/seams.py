@@ -120,6 +120,7 @@ SEAMS = {
     "ocdbt.read_tree": "_zarr.ocdbt:_Tree.read",
     "orbax_json.max_bytes": "_formats.orbax_json:MAX_BYTES",
     "overwrite.is_empty": "_checkpoint.overwrite:_is_empty",
+    "paths.resolve": "_storage.paths:resolve",
     "processes.process_count": "_util.processes:process_count",
     "processes.process_index": "_util.processes:process_index",
     "progress.bar": "_util.progress:bar",

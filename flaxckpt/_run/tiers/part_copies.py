@@ -98,12 +98,10 @@ class Copied(NamedTuple):
 
 
 def copy_metadata(sources: Sources, mode: int | None) -> None:
-    """Copies the metadata of a step, unless this process has it whole.
+    """Copies the metadata of a step, unless it is whole here.
 
-    A power cut may take it away again, but does not damage it.
-
-    Raises:
-        DamagedCheckpointError: No other process has it.
+    A power cut may take it away again, but does not damage it. Raises
+    DamagedCheckpointError if no other process has it.
     """
     path = sources.path
     is_same = parts.identify(path) == sources.save
@@ -124,10 +122,8 @@ def copy_changes(sources: Sources) -> None:
     """Copies the metrics and markers of a step from a process that knows more of it.
 
     What is uploaded is recorded last: a crash before leaves the step as it was known.
-
-    Raises:
-        DamagedCheckpointError: No process has them.
-        SaveFailedError: An item that was deleted there is read here.
+    Raises DamagedCheckpointError if no process has them; SaveFailedError if an item
+    that was deleted there is read here.
     """
     path, files = sources.path, _read_any_metadata(sources)
     deleted = _steps.markers.deleted_items(files)
@@ -145,8 +141,7 @@ def copy_changes(sources: Sources) -> None:
 def _read_any_metadata(sources: Sources) -> dict[str, bytes]:
     """Returns the metadata of a step at another process.
 
-    Raises:
-        DamagedCheckpointError: No other process has it.
+    Raises DamagedCheckpointError if no other process has it.
     """
     faults = []
     for process in sources.others():
@@ -229,11 +224,7 @@ def _mend(path: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _check_disk(error: BaseException, path: Path) -> None:
-    """Raises an error that is no damage if the disk of this process is full.
-
-    Raises:
-        CheckpointError: The disk is full.
-    """
+    """Raises CheckpointError, which is no damage, if the disk here is full."""
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
         raise errors.CheckpointError(
             f"files of {path} cannot be copied, as the disk of this process is full:"
@@ -287,11 +278,7 @@ def _read_metadata(sources: Sources, process: int) -> tuple[dict[str, bytes], by
 
 
 def _check_name(name: str) -> str:
-    """Returns the name of a file in a step.
-
-    Raises:
-        ValueError: The name leads out of the step.
-    """
+    """Returns the name of a file; raises ValueError if it leads out of the step."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         raise ValueError(f"{name[:80]!r} is no name of a file in a step")

@@ -216,11 +216,7 @@ class PartTier:
         self._meeting = rows[0][2]
 
     def _address(self, hosts: Collection[str]) -> str:
-        """Returns the address for the server of this process.
-
-        Raises:
-            OptionError: This process has none in the network of the options.
-        """
+        """Returns the address for the server, or raises OptionError without any."""
         network = self._options.network
         if network is None and len({*hosts}) == 1:
             return "127.0.0.1"
@@ -236,10 +232,9 @@ class PartTier:
 
     @contextlib.contextmanager
     def _present(self) -> Iterator[str]:
-        """Yields the name of a file that is in the directory of this process only.
+        """Yields the name of a file in the directory of this process only.
 
-        Raises:
-            CheckpointError: The disk of this process fails, or is full.
+        Raises CheckpointError if the disk fails, or is full.
         """
         # Not named like a step, so nobody takes it for one.
         token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
@@ -410,14 +405,9 @@ class PartTier:
         return bool(parts.choose([{0: each} for each in held if each.total], {})[0])
 
     def make_room(self, path: Path, operation: Operation) -> None:
-        """Removes what is here of a step of which the processes lack parts.
+        """Removes leftovers of a step; raises CheckpointExistsError if it is whole.
 
-        Another job, which was thought dead, may save the step at the same time: nothing
-        that has come since this look is removed.
-
-        Raises:
-            CheckpointExistsError: The step is whole; in all processes.
-            SaveFailedError: Another save of it has come since.
+        Raises SaveFailedError for what another job, thought dead, has put there since.
         """
         save = parts.identify(path)
         if self.is_whole(path, operation, "durable"):
@@ -434,12 +424,9 @@ class PartTier:
     # ---- restoring --------------------------------------------------------------
 
     def prepare(self, path: Path) -> None:
-        """Copies the metadata of a step, if this process lacks it.
+        """Copies the metadata of a step; DamagedCheckpointError if no process has it.
 
         Several saves of a step are at one path: each call takes the next, best first.
-
-        Raises:
-            DamagedCheckpointError: No peer has it.
         """
         self.copied = Copied()
         self._fetched = set()
