@@ -415,7 +415,10 @@ class PartTier:
 
         def check(path: Path) -> None:
             if parts.identify(path) != save:
-                raise errors.SaveFailedError(f"another writer has replaced {path}")
+                raise errors.SaveFailedError(
+                    f"{path} was saved by another writer in the meantime: end the other"
+                    " job, or give each run its own directory"
+                )
 
         if path.exists():
             _checkpoint.overwrite.check_replaceable(path)
