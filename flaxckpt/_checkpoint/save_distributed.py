@@ -45,7 +45,10 @@ def select_own(
     step or tree in this process is an error.
     """
     candidates = [leaf for leaf in arrays if operation.is_first or _is_on_devices(leaf)]
-    described = {info.path: _describe(info) for info in infos}
+    places = {leaf.info.path: f"stored as {name}" for name, _, leaf in arrays}
+    described = {
+        info.path: [*_describe(info), places.get(info.path, "")] for info in infos
+    }
     text = json.dumps(described, sort_keys=True)  # dicts are equal in any order
     digest = hashlib.sha256(text.encode()).hexdigest()
 

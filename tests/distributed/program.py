@@ -646,6 +646,11 @@ def disagree():
         ckpt.delete(3)
         ckpt.save(2, {"w": same}).wait()
         assert ckpt.steps() == [1, 2]
+        item = ("state", "model")[RANK]
+        with flaxckpt.Checkpointer(DIRECTORY / "of_items", items=item) as other:
+            with raising(errors.SaveFailedError) as found:
+                other.save(1, {"w": same}).wait()
+            told.append(found[1])
         notes = Path(DIRECTORY) / "2" / "notes.txt"
         if RANK == 0:
             notes.write_text("mine")

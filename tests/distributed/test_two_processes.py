@@ -183,6 +183,7 @@ def test_disagreement_between_processes_prevents_commit(with_orbax):
     assert "only_here: wanted scalar int64" in second[4]
     assert "on devices 0, 1, " in second[5]
     assert "found ('x',) over" in second[5]
+    assert "w: wanted stored as state/w, found stored as model/w" in second[6]
     assert all("process 1" in text for text in first + second)
 
 
