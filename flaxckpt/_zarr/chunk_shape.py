@@ -170,7 +170,8 @@ def choose_chunk_shape(
     sizes = zip(shape, whole, strict=True)
     ragged = ragged and all(size in (1, dim) for size, dim in sizes)
     size = math.prod(shape)
-    limit = max(1, int(max_bytes // itemsize))
+    # In bits: a float would round the number of elements of a huge array.
+    limit = max(1, int(8 * max_bytes // max(1, round(8 * itemsize))))
     if size <= limit:
         return shape
     ideal = -(-size // limit)

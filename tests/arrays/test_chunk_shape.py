@@ -210,6 +210,7 @@ def test_splits_shards_along_leading_axes_when_chunks_stay_few(
 
 
 @given(full_shapes, st.sampled_from([1, 2, 4, 8]))
+@example((1, 50_257, 50_257, 16_777_259), 1)
 def test_fitting_array_is_one_chunk(shape, itemsize):
     chunk = choose(shape, itemsize=itemsize, max_bytes=math.prod(shape) * itemsize)
     assert chunk == shape
