@@ -56,8 +56,8 @@ class SaveRequest:
         is_item: Whether `path` is an item of a step that another program commits: a
             directory that the program makes before the write.
         is_part: Whether `path` is this process's own, for its part of the step.
-        make_room: For a part: waits until all are durable, then removes what may be
-            replaced at `path`, or raises; None to wait and replace whatever is there.
+        make_room: For a part: waits until all are durable, then removes leftovers at
+            `path`, or raises; None to wait and replace any step there.
         not_before: The earliest time of the save, in seconds since 1970: it is later
             than the save that it replaces, even if the clocks are apart.
     """

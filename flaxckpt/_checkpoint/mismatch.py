@@ -30,7 +30,7 @@ _ADVICE_ON_SHARDING = (
 def describe_missing(
     wanted: LeafInfo, table: LeafTable, *, nearest: bool = True
 ) -> Mismatch:
-    """Returns the problem of a missing leaf; with `nearest`, what is there instead."""
+    """Returns the problem of a missing leaf; `nearest` adds leaves inside or alike."""
     if wanted.path in table:
         return Mismatch(wanted.path, str(wanted), str(table[wanted.path].info))
     found = "nothing"

@@ -100,7 +100,7 @@ def _describe(info: LeafInfo) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _describe_sharding(sharding: Sharding) -> str:
-    """Returns which devices hold what of a leaf on devices of several processes."""
+    """Returns the axes and devices of a leaf on devices of several processes."""
     if not _arrays.to_host.is_of_several(sharding):
         return _APART
     if not isinstance(sharding, NamedSharding):
@@ -141,7 +141,7 @@ def _tree_error(
 
 
 def _name_difference(here: Sequence[str] | None, first: Sequence[str] | None) -> str:
-    """Returns what process 0 saves of a leaf, which is wanted, and what this one."""
+    """Returns the differing properties of a leaf: those of process 0 are wanted."""
     if here is None or first is None:
         return f"wanted {_name(first)}, found {_name(here)}"
     differing = [pair for pair in zip(first, here, strict=True) if len({*pair}) > 1]

@@ -77,7 +77,7 @@ class StepFormat:
 
 @functools.cache
 def _affixes(template: str) -> tuple[str, str]:
-    """Returns what stands before and after the number."""
+    """Returns the text before and after the number."""
     before, _, after = _FIELD.sub("\0", template).partition("\0")
     return before, after
 

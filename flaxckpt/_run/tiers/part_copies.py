@@ -204,7 +204,7 @@ def _digests(
 
 
 def _mend(path: Path, files: Mapping[str, bytes]) -> None:
-    """Replaces metadata that differs from `files`, except what may have changed."""
+    """Replaces metadata that differs from `files`, except files that may change."""
     for name, content in files.items():
         if name in _CHANGED:
             continue
