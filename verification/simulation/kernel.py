@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import greenlet
 
-from verification.simulation.process_state import ProcessState
+from verification.simulation import process_state
 
 EPOCH = 1_800_000_000.0
 """The time of all clocks at the start of a history, in seconds since 1970."""
@@ -136,7 +136,7 @@ class Process:
         self.crash_after: int | None = None
         self.pauses: dict[int, float] = {}
         self.tasks: list[Task] = []
-        self.state = ProcessState()
+        self.state = process_state.ProcessState()
 
     def __repr__(self) -> str:
         return self.name
@@ -191,6 +191,7 @@ class World:
         self._loaded: Process | None = None
         self._all_tasks: list[Task] = []
         self._pending_actions = 0
+        self._end_secs = self._events_left = 0.0
         self._is_closed = False
 
     def __enter__(self) -> "World":
@@ -208,8 +209,7 @@ class World:
         try:
             self._close()
         finally:
-            if self._loaded is not None:
-                self._loaded.state.unload()
+            process_state.restore()
             _current = None
 
     def _close(self) -> None:
@@ -321,7 +321,13 @@ class World:
         if secs is not None:
             self._schedule(self.now + max(secs, 0.0), task, False)
         self.task = None
-        woken = self.hub.switch()
+        following = self._take()
+        if following is None:
+            woken = self.hub.switch()
+        elif following[0] is task:
+            woken = following[1]
+        else:  # one switch; by way of the hub, there would be two
+            woken = following[0].greenlet.switch(following[1])
         self._running()
         return woken
 
@@ -374,11 +380,10 @@ class World:
         Raises:
             Violation: A task ended with an error, or waits for ever.
         """
-        end, events = self.now + limit_secs, 0
+        self._end_secs, self._events_left = self.now + limit_secs, limit_events
         while self._is_busy():
-            if not self._agenda or self.now > end or events > limit_events:
+            if not self._agenda or self._is_over():
                 raise Violation(f"does not end: {self._waiting()}")
-            events += 1
             self._next()
             if self.errors:
                 task, error = self.errors[0]
@@ -397,32 +402,50 @@ class World:
             process.tasks for process in self.processes.values()
         )
 
+    def _is_over(self) -> bool:
+        return self.now > self._end_secs or self._events_left < 0
+
     def _next(self) -> None:
-        """Takes the next entry of the agenda."""
-        when, _, _, entry, turn, woken = heapq.heappop(self._agenda)
-        if not isinstance(entry, Task):
-            self.now = when
+        """Runs the next task until the hub's turn has come, or the next action."""
+        following = self._take()
+        if following is not None:
+            task, woken = following
+            task.greenlet.switch(woken)
+            self.task = None
+        elif self._agenda and not self._is_over():
+            self.now, *_, action, _, _ = heapq.heappop(self._agenda)
+            self._events_left -= 1
             self._pending_actions -= 1
-            entry()
-            return
-        process = entry.process
-        if turn != entry.turn or entry.is_ended or not process.is_alive:
-            return
-        if process.paused_until > when:
-            self._schedule(process.paused_until, entry, woken)
-            return
-        self.now = when
-        entry.turn += 1
-        entry.waits_for = ""
-        self._load(process)
-        self.task = entry
-        entry.greenlet.switch(woken)
-        self.task = None
+            action()
+
+    def _take(self) -> tuple[Task, bool] | None:
+        """Takes the next task from the agenda, and whether it was woken.
+
+        Returns:
+            None if the hub has to decide: an action is next, or the time is over.
+        """
+        agenda = self._agenda
+        while agenda and isinstance(agenda[0][3], Task) and not self._is_over():
+            self._events_left -= 1
+            when, _, _, task, turn, woken = heapq.heappop(agenda)
+            process = task.process
+            if turn != task.turn or task.is_ended or not process.is_alive:
+                continue
+            if process.paused_until > when:
+                self._schedule(process.paused_until, task, woken)
+                continue
+            self.now = when
+            task.turn += 1
+            task.waits_for = ""
+            self._load(process)
+            self.task = task
+            return task, woken
+        return None
 
     def _load(self, process: Process) -> None:
         if self._loaded is not process:
             if self._loaded is not None:
-                self._loaded.state.unload()
+                self._loaded.state.keep()
             process.state.load()
             self._loaded = process
 
@@ -441,5 +464,6 @@ def current() -> World | None:
     Threads of other tests, such as heartbeats, may outlive them.
     """
     world = _current
-    is_here = world is not None and world.thread == threading.get_ident()
-    return world if is_here else None
+    if world is None or world.thread != threading.get_ident():
+        return None
+    return world

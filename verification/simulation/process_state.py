@@ -80,11 +80,9 @@ class ProcessState:
         for names, name, value in self._values:
             names[name] = value
 
-    def unload(self) -> None:
-        """Takes the values of this process from the modules, which get their own."""
+    def keep(self) -> None:
+        """Takes the values of this process from the modules."""
         self._values = [(names, name, names[name]) for names, name, _ in self._values]
-        for names, name, original in _kept:
-            names[name] = original
 
 
 _kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -99,6 +97,12 @@ def remember() -> None:
         for module, names in swapped.items()
         for name in names
     ]
+
+
+def restore() -> None:
+    """Gives the modules the values that they have outside of all worlds."""
+    for names, name, original in _kept:
+        names[name] = original
 
 
 def known_state() -> set[str]:
