@@ -67,6 +67,7 @@ class Save:
         has_ended: Whether it was acknowledged.
         is_damaged: Whether a file of it was changed.
         is_restored: Whether its copies count files that a restore has not synced.
+        is_deleted: Whether its step was deleted, perhaps before the save had ended.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -75,7 +76,7 @@ class Save:
         self.disks = disks
         self.survives: int | None = None
         self.begun = self.order = 0
-        self.has_ended = self.is_damaged = self.is_restored = False
+        self.has_ended = self.is_damaged = self.is_restored = self.is_deleted = False
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
@@ -130,7 +131,7 @@ class Ledger:
         if not save.has_ended:  # in the first of its processes
             self.world.record(f"acknowledged: {save}")
             save.has_ended = True
-            save.survives = 0
+            save.survives = None if save.is_deleted else 0
             save.order = self._next_place()
             steps = {s.step for s in self.saves.values() if s.survives is not None}
             for other in self.saves.values():
@@ -143,14 +144,14 @@ class Ledger:
         """Notes that a user deletes a step."""
         for save in self.saves.values():
             if save.step == step:
-                save.survives = None
+                save.survives, save.is_deleted = None, True
 
     def copy(
         self, save: Save, disks: dict[str, str], copies: int, *, is_restored: bool
     ) -> None:
         """Notes that the parts of a save on these disks have all copies."""
         # A restore does not verify the copies for others; a single process makes none.
-        if save.is_damaged or len(disks) == 1:
+        if save.is_damaged or save.is_deleted or len(disks) == 1:
             return
         save.disks, save.is_restored = dict(disks), is_restored
         save.survives = min(copies, len({*disks.values()}) - 1)
@@ -706,6 +707,17 @@ class Story:
         self.ledger.check_far()
         self._crashed |= {p.machine for p in processes if p.crash_after is not None}
         return script
+
+    def run_together(self, *jobs: tuple[int, list[str]]) -> None:
+        """Runs jobs at one time, in each of which the others were taken for dead.
+
+        Args:
+            *jobs: The number of processes, and what they do.
+        """
+        for count, turns in jobs:
+            self._start_job(self._machines[:count], turns, 0.0, is_calm=False)
+        self.world.run(limit_secs=50_000.0)
+        self.ledger.check_far()
 
     def _start_job(
         self, machines: list[str], turns: list[str], pause: float, *, is_calm: bool
