@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-
-_TOKENS = f".{'[0-9a-f]' * 16}{_storage.temporary.TEMPORARY}"
-"""The names of the files of `PartTier._present`."""
+_LOOKS = 20
+_LOOK_SECS = 1.0
 
 
 class PeerOptions(NamedTuple):
@@ -195,8 +194,6 @@ class PartTier:
                         f" such as {self._root}: each process needs its own, such as"
                         " staging='/local/run-{process}'"
                     )
-            for left in self._root.glob(_TOKENS):  # also by a process that crashed
-                left.unlink(missing_ok=True)
         self._domains = domains = [name for _, name, _ in rows]
         self._keepers = parts.choose_copies(domains, self._options.copies)
         if self.copies < self._options.copies:
@@ -232,12 +229,9 @@ class PartTier:
 
     @contextlib.contextmanager
     def _present(self) -> Iterator[str]:
-        """Yields the name of a file in the directory of this process only.
-
-        Raises CheckpointError if the disk fails, or is full.
-        """
-        # Not named like a step, so nobody takes it for one.
-        token = self._root / f".{secrets.token_hex(8)}{_storage.temporary.TEMPORARY}"
+        """Yields the name of a file in the directory of this process only."""
+        # Named like a temporary file, which `tidy` removes after a crash.
+        token = self._root / f"{_steps.names.STAGING_OWNER}.{secrets.token_hex(8)}.tmp"
         try:
             token.touch()
             yield token.name
