@@ -291,6 +291,23 @@ def test_a_damaged_list_of_parts_is_mended_and_no_part_is_missing(parts):
 
 
 @pytest.mark.slow
+def test_a_process_without_list_of_parts_has_all_of_them(tmp_path):
+    run(tmp_path, ["save", 1], ["wait_for_copies"], count=4, copies=3)
+    remove_steps(tmp_path / "run")
+    file = tmp_path / "local-0/1/PARTS"
+    files = json.loads(file.read_bytes())["files"]
+    file.unlink()
+    for name in (*files[0], *files[1], *files[2]):
+        (tmp_path / "local-1/1" / name).unlink()
+    for index in (2, 3):
+        shutil.rmtree(tmp_path / f"local-{index}")
+    for each in run(tmp_path, ["restore"], count=4, copies=3):
+        assert each["restore"] == 1
+        assert each["from_directory"] == 0
+    assert json.loads(file.read_bytes())["files"] == files
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["PARTS"], ["flaxckpt.json", "PARTS"]])
 def test_a_list_of_parts_that_is_damaged_everywhere_loses_the_step(parts, names):
     """The next save replaces it."""

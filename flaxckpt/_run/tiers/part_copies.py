@@ -70,6 +70,11 @@ class Sources(NamedTuple):
         some = self.holders.values() if part is None else [self.holders.get(part, ())]
         found = sorted({process for each in some for process in each} - {self.own})
         first = parts.first_source(self.own, part or 0, len(found))
+    replaceable: Collection[str | None] = (None,)
+
+    def knows_parts(self) -> bool:
+        """Returns True unless the step here has lost the list of its parts."""
+        return len(parts.find_parts(self.path).files) == len(self.holders)
         return found[first:] + found[:first]
 
     def far_files(self, name: str) -> list[Path]:
@@ -105,7 +110,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
     """
     path = sources.path
     is_same = parts.identify(path) == sources.save
-    if is_same and has_metadata(path):
+    if is_same and has_metadata(path) and sources.knows_parts():
         return
     files = _read_any_metadata(sources)
     if is_same:

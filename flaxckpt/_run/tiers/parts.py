@@ -289,14 +289,19 @@ def choose(
         saves: dict[str, dict[int, list[int]]] = {}
         times: dict[str, int] = {}
         settled: set[str] = set()
-        for process, steps in enumerate(held):
-            if (here := steps.get(step)) is None:
-                continue
-            holders = saves.setdefault(here.save, {n: [] for n in range(here.total)})
+        having = {n: steps[step] for n, steps in enumerate(held) if step in steps}
+        for here in having.values():
+            holders = saves.setdefault(here.save, {})
+            for part in range(len(holders), here.total):
+                holders[part] = []
             times[here.save] = max(here.created, times.get(here.save, 0))
             settled |= {here.save} if here.is_settled else set()
-            for part in here.parts:
-                holders.setdefault(part, []).append(process)
+        for process, here in having.items():
+            holders = saves[here.save]
+            # A process that has lost PARTS knows one part, with the files of all.
+            is_whole = here.total == 1 and bool(here.parts)
+            for part in holders if is_whole else here.parts:
+                holders[part].append(process)
         for save in sorted(saves, key=lambda save: -times[save]):
             holders = saves[save]
             is_far = far.get(step) == save
