@@ -216,6 +216,18 @@ def sweep(root: Path, is_ours: Callable[[str], bool]) -> None:
                 _remove_or_restore(path)
 
 
+def is_being_written(final: Path) -> bool:
+    """Returns True if a process, perhaps this one, is writing `final`."""
+    for name in list(files.directories(final.parent)):
+        match = _NAME.fullmatch(name)
+        if match and match["stem"] == final.name and match["what"] == WRITING:
+            path = final.with_name(name)
+            with claim(path) as is_free:
+                if path.exists() and not (is_free and _is_abandoned(path)):
+                    return True
+    return False
+
+
 def leftovers(names: Iterable[str], is_ours: Callable[[str], bool]) -> list[str]:
     """Returns the `names` of temporary directories; `is_ours` knows checkpoints."""
     return [

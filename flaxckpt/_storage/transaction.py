@@ -125,15 +125,27 @@ class _Renamed(Transaction):
         return Committed(size, manifest._replace(path=final / MANIFEST))
 
 
-def replace(new: Path, final: Path, keep: Callable[[str], bool]) -> None:
+def replace(
+    new: Path,
+    final: Path,
+    keep: Callable[[str], bool],
+    check: Callable[[Path], object] = lambda path: None,
+) -> None:
     """Exchanges `new` with `final`, which keeps the files that `keep` selects.
 
-    Raises SaveFailedError if it lost one that was added meanwhile.
+    Calls `check` with what has the name before, and with the same once it has lost it.
+    Raises SaveFailedError if it lost a file that was added meanwhile.
     """
     aside = temporary.new_path(final, temporary.REPLACED)
     with temporary.claim(final):
+        check(final)
         _carry(final, new, keep)  # a crash may follow the exchange at once
         rename.exchange(new, final, aside)
+        try:
+            check(new)
+        except errors.CheckpointError:
+            rename.exchange(new, final, aside)
+            raise
     try:
         _carry(new, final, keep)
     except OSError as error:

@@ -273,6 +273,33 @@ def test_failed_copies_have_an_event():
         assert "process 1: the peers are gone" in details["error"]
 
 
+def _restore_beside_a_save(patches):
+    """A job restores, while another one that it takes for dead overwrites the step."""
+    for seed in range(100):
+        with (
+            runner.installed(tier, patches),
+            tier.story(seed, copies=0, latest=0, near=1) as story,
+        ):
+            story.run_job(3, ["save", "uploads"], is_calm=True)
+            story.run_together(
+                (3, ["restore", *["overwrite"] * 3]), (5, ["restore"] * 3)
+            )
+            story.end(3)
+
+
+@pytest.mark.slow
+def test_a_restore_replaces_no_save_that_another_job_has_committed_meanwhile():
+    _restore_beside_a_save({})
+    look_once = {
+        (part_tier.PartTier, "_look_until_settled"): lambda self, operation, mine: (
+            part_tier._exchange_held(operation, "held", mine)
+        ),
+        (parts, "check_save"): lambda *args: None,
+    }
+    with pytest.raises(kernel.Violation):
+        _restore_beside_a_save(look_once)
+
+
 def _miss_the_end_of_the_meeting(missed, first=operation.Operation.first):
     def wait(self, stage, mine, **options):
         if stage == "seen" and self.index == 1 and not missed:

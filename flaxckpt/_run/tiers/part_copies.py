@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,9 @@ _commit_marker = _formats.native_contents.commit_marker
 
 _THREADS = 4
 """Files synced at a time."""
+
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""Errors of renames to a name that has something already."""
 
 _MARKERS = (
     _steps.markers.PIN,
@@ -54,6 +58,8 @@ class Sources(NamedTuple):
         holders: Part -> the processes that have it.
         far: The same step in the run directory; None without.
         earlier: Other steps in the directory of this process, newest first.
+        replaceable: The saves of the step that may be here, and be replaced; None for
+            no step.
     """
 
     path: Path
@@ -64,17 +70,17 @@ class Sources(NamedTuple):
     holders: Mapping[int, Sequence[int]]
     far: Path | None = None
     earlier: Sequence[Path] = ()
+    replaceable: Collection[str | None] = (None,)
+
+    def knows_parts(self) -> bool:
+        """Returns True unless the step here has lost the list of its parts."""
+        return len(parts.find_parts(self.path).files) == len(self.holders)
 
     def others(self, part: int | None = None) -> list[int]:
         """Returns the other processes with a part, or with any, in the order to ask."""
         some = self.holders.values() if part is None else [self.holders.get(part, ())]
         found = sorted({process for each in some for process in each} - {self.own})
         first = parts.first_source(self.own, part or 0, len(found))
-    replaceable: Collection[str | None] = (None,)
-
-    def knows_parts(self) -> bool:
-        """Returns True unless the step here has lost the list of its parts."""
-        return len(parts.find_parts(self.path).files) == len(self.holders)
         return found[first:] + found[:first]
 
     def far_files(self, name: str) -> list[Path]:
@@ -105,10 +111,10 @@ class Copied(NamedTuple):
 def copy_metadata(sources: Sources, mode: int | None) -> None:
     """Copies the metadata of a step, unless it is whole here.
 
-    A power cut may take it away again, but does not damage it. Raises
-    DamagedCheckpointError if no other process has it.
+    Raises DamagedCheckpointError if no other process has it; SaveFailedError if another
+    job has saved the step since the processes said what they have.
     """
-    path = sources.path
+    path = sources.path  # a power cut may take it away again, but does not damage it
     is_same = parts.identify(path) == sources.save
     if is_same and has_metadata(path) and sources.knows_parts():
         return
@@ -117,7 +123,8 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         _mend(path, files)
         return
     try:
-        _write_metadata(path, files, mode)
+        check = functools.partial(parts.check_save, sources.replaceable)
+        _write_metadata(path, files, mode, check)
     except OSError as error:
         _check_disk(error, path)
         raise
@@ -163,18 +170,26 @@ def _read_any_metadata(sources: Sources) -> dict[str, bytes]:
     )
 
 
-def _write_metadata(path: Path, files: Mapping[str, bytes], mode: int | None) -> None:
-    """Writes the metadata of a step, in place of another save of it, if any."""
+def _write_metadata(
+    path: Path,
+    files: Mapping[str, bytes],
+    mode: int | None,
+    check: Callable[[Path], object],
+) -> None:
+    """Writes the metadata of a step, in place of what `check` lets pass there."""
     with _storage.temporary.new_directory(path, mode) as aside:
         _storage.of(aside).write_files(aside, files)
         if mode is not None:
             _storage.modes.set_below(aside, mode)
         _storage.of(aside).sync_tree(aside)
-        if path.exists():
-            _checkpoint.overwrite.check_replaceable(path)
-            _storage.transaction.replace(aside, path, _steps.markers.PIN.__eq__)
-        else:
+        try:
             aside.rename(path)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            _checkpoint.overwrite.check_replaceable(path)
+            keep = _steps.markers.PIN.__eq__
+            _storage.transaction.replace(aside, path, keep, check)
 
 
 def has_metadata(path: Path) -> bool:

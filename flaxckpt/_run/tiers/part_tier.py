@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -271,10 +272,7 @@ class PartTier:
         paths |= {number: marked[number] for number in marked.keys() & {step}}
         if operation is not None:
             self.meet(operation)
-        held = _exchange_held(operation, "held", _find_held(paths))
-        if doubtful := parts.find_doubtful(held):
-            mine = self._examine(held, doubtful)
-            held = _exchange_held(operation, "examined", mine)
+        held = self._look_until_settled(operation, _find_held(paths))
         behind = parts.find_behind(held)
         if any(behind):
             mended = self._mend(held[self._own], behind[self._own])
@@ -313,8 +311,18 @@ class PartTier:
             path = self._root / self._format.name(step)
             # Nothing is read from here on: a process that failed now would fail alone.
             earlier = _others(paths, path)
+            own = held[self._own].get(step)
             sources = Sources(
-                path, step, save, self._own, self._peers, holders, far, earlier
+                path,
+                step,
+                save,
+                self._own,
+                self._peers,
+                holders,
+                far,
+                earlier,
+                {each.save for each in found if each.step == step}
+                | {None if own is None else own.save},
             )
             self._next_sources.setdefault(path, []).append(sources)
             candidates.append((step, path))
@@ -348,17 +356,52 @@ class PartTier:
                 mended[step] = here
         return mended
 
+    def _look_until_settled(
+        self, operation: Operation | None, mine: Mapping[int, Held]
+    ) -> list[dict[int, Held]]:
+        """Returns what each process has; raises CheckpointError if a save goes on."""
+        # Another job, thought dead, may be committing a step. Two looks that found the
+        # same, and no save under way, show what there was between them.
+        held = _exchange_held(operation, "held", mine)
+        for look in range(_LOOKS):
+            if not (doubtful := parts.find_doubtful(held)):
+                return held
+            mine, before = self._examine(held, doubtful), held
+            held = _exchange_held(operation, f"examined {look}", mine)
+            if _changing(held):
+                time.sleep(_LOOK_SECS)
+            elif _identities(held) == _identities(before):
+                return held
+        step = max({*_changing(held), *doubtful})
+        raise errors.CheckpointError(
+            f"step {step} is being saved into the directories of these processes, such"
+            f" as {self._root}: end the other job that saves there, or wait for it,"
+            " then restore again"
+        )
+
     def _examine(
         self, held: Sequence[Mapping[int, Held]], doubtful: Collection[int]
     ) -> dict[int, Held]:
         """Returns what is here of all steps, after another look at doubtful ones."""
         mine = dict(held[self._own])
-        for step in doubtful & mine.keys():
+        for step in doubtful:
             rest = (steps.get(step) for n, steps in enumerate(held) if n != self._own)
             others = {other.save for other in rest if other is not None}
             path = self._root / self._format.name(step)
-            with contextlib.suppress(OSError):  # a full disk mends no marker
-                mine[step] = parts.examine(path, mine[step], others)
+            is_changing = False
+            with contextlib.suppress(OSError):  # first: a save that ends now is found
+                is_changing = _storage.temporary.is_being_written(path)
+            here = parts.find_held(path)
+            is_left_out = step not in mine and _steps.markers.is_damaged(path)
+            if here is None or is_left_out:
+                mine.pop(step, None)
+                here = Held("", 0, ())
+            else:
+                with contextlib.suppress(OSError):  # a full disk mends no marker
+                    here = parts.examine(path, here, others)
+                mine[step] = here
+            if is_changing:
+                mine[step] = here._replace(is_changing=True)
         return mine
 
     def adopt_pending(self) -> None:
@@ -406,16 +449,9 @@ class PartTier:
         save = parts.identify(path)
         if self.is_whole(path, operation, "durable"):
             raise exists_error(path)
-
-        def check(path: Path) -> None:
-            if parts.identify(path) != save:
-                raise errors.SaveFailedError(
-                    f"{path} was saved by another writer in the meantime: end the other"
-                    " job, or give each run its own directory"
-                )
-
         if path.exists():
             _checkpoint.overwrite.check_replaceable(path)
+            check = functools.partial(parts.check_save, {save})
             _storage.transaction.delete(path, check)
 
     # ---- restoring --------------------------------------------------------------
@@ -536,6 +572,16 @@ def _check_equal(option: str, values: Sequence[object]) -> None:
 
 def _others(paths: Mapping[int, Path], path: Path) -> list[Path]:
     return [paths[n] for n in sorted(paths, reverse=True) if paths[n] != path]
+
+
+def _changing(held: Sequence[Mapping[int, Held]]) -> set[int]:
+    """Returns the steps of which a save is under way at a process."""
+    return {step for steps in held for step in steps if steps[step].is_changing}
+
+
+def _identities(held: Sequence[Mapping[int, Held]]) -> list[dict[int, object]]:
+    """Returns what tells two looks apart: which saves, and which parts of them."""
+    return [{n: here[:3] for n, here in steps.items()} for steps in held]
 
 
 def _find_held(paths: Mapping[int, Path]) -> dict[int, Held]:

@@ -39,6 +39,7 @@ class Held(NamedTuple):
         changes: Number of changes of the step since its save.
         is_waiting: Whether some of them are not uploaded, as far as the process knows.
         fault: What is damaged, so that the save or its parts are not known for sure.
+        is_changing: Whether a save of the step is under way here.
     """
 
     save: str
@@ -49,6 +50,7 @@ class Held(NamedTuple):
     changes: int = 0
     is_waiting: bool = False
     fault: str = ""
+    is_changing: bool = False
 
     @property
     def state(self) -> tuple[int, bool]:
@@ -74,6 +76,15 @@ def identify(path: Path) -> str | None:
     except (OSError, ValueError):
         return None
     return _storage.files.digest(marker)
+
+
+def check_save(saves: Collection[str | None], path: Path) -> None:
+    """Raises SaveFailedError if the step at `path` is of none of these saves."""
+    if identify(path) not in saves:
+        raise errors.SaveFailedError(
+            f"{path} was saved by another writer in the meantime: end the other job, or"
+            " give each run its own directory"
+        )
 
 
 def find_held(path: Path) -> Held | None:
