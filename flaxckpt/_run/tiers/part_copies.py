@@ -151,10 +151,7 @@ def copy_changes(sources: Sources) -> None:
 
 
 def _read_any_metadata(sources: Sources) -> dict[str, bytes]:
-    """Returns the metadata of a step at another process.
-
-    Raises DamagedCheckpointError if no other process has it.
-    """
+    """Returns the metadata of a step at another process; an error if none has it."""
     faults = []
     for process in sources.others():
         try:

@@ -51,11 +51,7 @@ class PeerOptions(NamedTuple):
     certificate: PathLike | None = None
 
     def check(self) -> PeerOptions:
-        """Returns these options, if they are valid.
-
-        Raises:
-            OptionError: They are not.
-        """
+        """Returns these options, or raises OptionError."""
         _util.arguments.check_int("staging_copies", self.copies, least=0)
         if self.failure_domain is not None:
             _util.arguments.check_function(
