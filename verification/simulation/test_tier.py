@@ -96,13 +96,21 @@ def test_a_restore_makes_lost_copies_again():
         _lose_a_machine_after_another(nothing)
 
 
-def test_restores_the_newest_of_two_whole_saves_of_a_step():
+def _damage(story, machine, file):
+    (story.files.root / machine / "local" / "1" / file).write_bytes(b"damaged")
+    story.ledger.lose(machine)
+
+
+@pytest.mark.parametrize("damaged", [(), ("m0",)])
+def test_restores_the_newest_of_two_saves_of_a_step(damaged):
     with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
         story.files.failing[story.files.root / "run"] = 1.0
         story.run_job(2, ["save"], is_calm=True)
         for machines in (("m0", "m2"), ("m1", "m3")):
             story.swap(*machines)
         story.run_job(2, ["save"], is_calm=True)
+        for machine in damaged:
+            _damage(story, machine, "PARTS")
         story.run_job(4, ["restore"], is_calm=True)
 
 
@@ -128,11 +136,6 @@ def test_a_save_is_newer_than_the_one_that_it_replaces_in_the_run_directory():
         shutil.rmtree(story.files.root / "run" / "1")
         story.ledger.far.clear()
         story.run_job(2, ["restore"], is_calm=True)
-
-
-def _damage(story, machine, file):
-    (story.files.root / machine / "local" / "1" / file).write_bytes(b"damaged")
-    story.ledger.lose(machine)
 
 
 @pytest.mark.parametrize("file", ["PARTS", "DAMAGED"])

@@ -277,6 +277,7 @@ class PartTier:
         self._times.clear()
         for number, here in (each for steps in held for each in steps.items()):
             self._times[number] = max(here.created, self._times.get(number, 0))
+        mine = held[self._own]
         unknown = {n for steps in held for n, here in steps.items() if not here.total}
         held = [{n: here for n, here in steps.items() if here.total} for steps in held]
         near = {step for steps in held for step in steps}
@@ -307,7 +308,6 @@ class PartTier:
             path = self._root / self._format.name(step)
             # Nothing is read from here on: a process that failed now would fail alone.
             earlier = _others(paths, path)
-            own = held[self._own].get(step)
             sources = Sources(
                 path,
                 step,
@@ -318,7 +318,7 @@ class PartTier:
                 far,
                 earlier,
                 {each.save for each in found if each.step == step}
-                | {None if own is None else own.save},
+                | {mine[step].save if step in mine else None},
             )
             self._next_sources.setdefault(path, []).append(sources)
             candidates.append((step, path))
