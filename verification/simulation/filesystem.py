@@ -322,9 +322,9 @@ def _io_open(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
 def _fsync(descriptor: int) -> None:
     files = _files()
     if files is not None and files.owns(descriptor, None):
-        files.call("fsync", descriptor)
-        if not files.has_time(_real.fstat(descriptor)):
+        if not files.has_time(_real.fstat(descriptor)):  # written to by C
             files.stamp(descriptor)
+        files.call("fsync", descriptor)
         files.synced(descriptor)
 
 

@@ -131,9 +131,12 @@ class Ledger:
         if not save.has_ended:  # in the first of its processes
             self.world.record(f"acknowledged: {save}")
             save.has_ended = True
-            save.survives = None if save.is_deleted else 0
+            rest = [s for s in self.saves.values() if s.step == save.step]
+            is_last = save is max(rest, key=lambda other: other.begun)
+            save.survives = 0 if is_last and not save.is_deleted else None
             save.order = self._next_place()
             steps = {s.step for s in self.saves.values() if s.survives is not None}
+            steps.add(save.step)
             for other in self.saves.values():
                 # Retention deletes older steps at once, not when this one has copies.
                 is_old = sum(step > other.step for step in steps) >= self.near
