@@ -101,7 +101,7 @@ def _damage(story, machine, file):
     story.ledger.lose(machine)
 
 
-@pytest.mark.parametrize("damaged", [(), ("m0",)])
+@pytest.mark.parametrize("damaged", [(), ("m0", "m1")])
 def test_restores_the_newest_of_two_saves_of_a_step(damaged):
     with runner.installed(tier), tier.story(1, copies=0, latest=0) as story:
         story.files.failing[story.files.root / "run"] = 1.0
