@@ -162,6 +162,15 @@ def test_uploads_no_step_without_all_parts():
     assert not story.ledger.far
 
 
+def test_uploads_no_step_without_all_parts_from_a_disk_that_fails_at_times():
+    for seed in range(60):
+        with runner.installed(tier), tier.story(seed, copies=0, latest=0) as story:
+            story.files.failing[story.files.root / "run"] = 1.0
+            story.run_job(2, ["save"], is_calm=True)
+            story.files.failing[story.files.root / "m0"] = 0.03
+            story.run_job(1, ["uploads"] * 3, is_calm=True)  # checks what is there
+
+
 def _help_slowly(staging, operation, help_copy=upload_copies.help_copy):
     result = help_copy(staging, operation)
     kernel.current().sleep(30.0)

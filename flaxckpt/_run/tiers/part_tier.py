@@ -432,7 +432,7 @@ class PartTier:
 
     def is_whole(self, path: Path, operation: Operation, stage: str) -> bool:
         """Returns True if the processes together have all parts of a step."""
-        here = None if _steps.markers.is_damaged(path) else parts.find_held(path)
+        here = None if _steps.markers.is_damaged(path) else parts.read_held(path)
         rows = operation.exchange(stage, here)
         held = [Held(*row) for row in rows if row is not None]
         return bool(parts.choose([{0: each} for each in held if each.total], {})[0])
@@ -442,7 +442,7 @@ class PartTier:
 
         Raises SaveFailedError for what another job, thought dead, has put there since.
         """
-        save = parts.identify(path)
+        save = parts.read_identity(path)
         if self.is_whole(path, operation, "durable"):
             raise exists_error(path)
         if path.exists():

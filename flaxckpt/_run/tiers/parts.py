@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 _MOST_FAULTS = 4
 """The most that an error names of a step."""
 
+# Of reading a file that is not there.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
 MARKER, MANIFEST = _storage.transaction.MARKER, _formats.orbax_json.MANIFEST
 
 
@@ -59,11 +62,17 @@ class Held(NamedTuple):
 
 
 def identify(path: Path) -> str | None:
-    """Returns the identity of the save of a step; None if unknown.
+    """Returns the identity of the save of a step; None if unknown, or unreadable."""
+    try:
+        return read_identity(path)
+    except OSError:
+        return None
 
-    It is the digest of the commit marker, which follows from the manifest: a step in
-    parts that has lost its marker belongs to its save still.
-    """
+
+def read_identity(path: Path) -> str | None:
+    """Returns the same, or raises OSError for a step that cannot be read at present."""
+    # It is the digest of the commit marker, which follows from the manifest: a step in
+    # parts that has lost its marker belongs to its save still.
     store, most = _storage.of(path), _formats.orbax_json.MAX_BYTES
     try:
         try:
@@ -73,7 +82,7 @@ def identify(path: Path) -> str | None:
                 return None
             manifest = store.read(path / MANIFEST, max_bytes=most)
             marker = _formats.native_contents.commit_marker(manifest)
-    except (OSError, ValueError):
+    except (*_ABSENT, ValueError, errors.DamagedCheckpointError):
         return None
     return _storage.files.digest(marker)
 
@@ -89,7 +98,15 @@ def check_save(saves: Collection[str | None], path: Path) -> None:
 
 def find_held(path: Path) -> Held | None:
     """Returns what is here of a step; None if unreadable, older, or not ours."""
-    if (save := identify(path)) is None:
+    try:
+        return read_held(path)
+    except OSError:
+        return None
+
+
+def read_held(path: Path) -> Held | None:
+    """Returns the same, or raises OSError for a step that cannot be read at present."""
+    if (save := read_identity(path)) is None:
         return None
     try:
         parts = find_parts(path)
@@ -97,8 +114,12 @@ def find_held(path: Path) -> Held | None:
         is_settled = _steps.markers.is_settled(path)
     except errors.DamagedCheckpointError:
         return Held(save, 0, ())
-    except (OSError, ValueError):
-        return Held(save, 0, ()) if _is_manifest_lost(path) else None
+    except (OSError, ValueError) as error:
+        if _is_manifest_lost(path):
+            return Held(save, 0, ())
+        if isinstance(error, OSError):
+            raise
+        return None
     return Held(
         save,
         len(parts.files),
@@ -115,7 +136,7 @@ def _is_manifest_lost(path: Path) -> bool:
     try:
         digest = json.loads((path / MARKER).read_bytes())[MANIFEST]
         return bool(_storage.files.digest((path / MANIFEST).read_bytes()) != digest)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except _ABSENT:
         return True
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False  # at present, or of another program

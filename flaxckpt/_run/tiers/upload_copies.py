@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
 from flaxckpt._run.tiers import part_copies
-from flaxckpt._run.tiers.parts import find_held, find_parts, identify
+from flaxckpt._run.tiers.parts import (
+    find_held,
+    find_parts,
+    identify,
+    read_held,
+    read_identity,
+)
 
 if TYPE_CHECKING:
     from flaxckpt._distributed.operation import Operation
@@ -120,12 +126,12 @@ def make(
         DamagedCheckpointError: The step is damaged here, or no process has a part.
         ReplacedError: Another process has replaced the step meanwhile.
     """
-    save = identify(path)
+    save = read_identity(path)
     names: Collection[str] = ()
     if operation is None:
         if why := _checkpoint.verify.find_damage(path, None):
             raise errors.DamagedCheckpointError(f"{path} is damaged: {why}")
-        if (held := find_held(path)) is not None:
+        if (held := read_held(path)) is not None:
             known = find_parts(path)
             _assign(path, range(len(known.files)), [held.parts])
             names = known.sizes
