@@ -171,6 +171,19 @@ def test_uploads_no_step_without_all_parts_from_a_disk_that_fails_at_times():
             story.run_job(1, ["uploads"] * 3, is_calm=True)  # checks what is there
 
 
+def test_prune_keeps_the_newest_whole_step_beside_a_part_of_a_newer_one():
+    with runner.installed(tier), tier.story(1, copies=1, latest=0, near=2) as story:
+        story.run_job(2, ["save", "copies", "uploads"], is_calm=True)
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(2, ["restore", "save"], is_calm=True)
+        story.ledger.delete(2)
+        shutil.rmtree(story.files.root / "m1/local/2")
+        shutil.rmtree(story.files.root / "m0/local/2/state/d/1.0", ignore_errors=True)
+        story.keep_near(1)
+        story.run_job(1, ["restore", "prune"], is_calm=True)
+        assert (story.files.root / "m0/local/1").exists()
+
+
 def _help_slowly(staging, operation, help_copy=upload_copies.help_copy):
     result = help_copy(staging, operation)
     kernel.current().sleep(30.0)

@@ -629,6 +629,11 @@ class Story:
         self._crashed: set[str] = set()
         world.record(f"{self._setting}")
 
+    def keep_near(self, near: int) -> None:
+        """Lets retention keep another number of steps on the disks from now on."""
+        self._setting = self._setting._replace(near=near)
+        self.ledger.near = near
+
     def run(self) -> None:
         """Runs all jobs."""
         random = self._random

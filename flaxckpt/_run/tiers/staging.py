@@ -514,8 +514,10 @@ class StagedSteps(run_steps.RunSteps):
         Raises:
             SaveFailedError: The newest step of either directory is damaged.
         """
-        # What others have of a step is known at saves only: they delete parts.
-        deleted = set() if self.is_in_parts else {*super().prune()}
+        # What others have of a step is known at saves only: they delete parts. A part
+        # of a step that is not whole is no reason to delete an older step.
+        is_known = not self.is_in_parts and not self.part_tier.lost
+        deleted = {*super().prune()} if is_known else set()
         if not _util.job.is_first():
             return ()
         with self.uploads.step_lock.get():
