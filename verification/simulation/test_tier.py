@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from flaxckpt._distributed import messages, operation
-from flaxckpt._run.tiers import part_copies, part_tier, parts, upload_copies
+from flaxckpt._run.tiers import part_copies, part_tier, parts, upload_copies, uploads
 from verification.simulation import kernel, planted, runner, tier
 
 MOST_HISTORIES = 600
@@ -207,6 +207,34 @@ def test_step_replaced_during_upload_does_not_count_as_uploaded():
         turns = ["restore", "save", "overwrite", *["measure"] * 20]
         story.run_job(2, turns, is_calm=True)
         story.end(2)
+
+
+def _begin_late(self, *args, upload=uploads.Uploads._upload, **options):
+    if kernel.current().task.process.name == "b0":
+        kernel.current().sleep(40.0)
+    upload(self, *args, **options)
+
+
+def _change_slowly(self, *args, change=uploads.Uploads._copy_changes):
+    change(self, *args)
+    kernel.current().sleep(15.0)
+
+
+def test_step_replaced_while_its_changes_are_uploaded_stays_to_be_uploaded():
+    patches = {
+        (uploads.Uploads, "_upload"): _begin_late,
+        (uploads.Uploads, "_copy_changes"): _change_slowly,
+    }
+    for seed in range(10):
+        with (
+            runner.installed(tier, patches),
+            tier.story(seed, copies=0, latest=0, near=1) as story,
+        ):
+            story.run_job(2, ["save", "uploads"], is_calm=True)
+            story.run_together(
+                (2, ["restore", "overwrite"]), (2, ["restore", "measure"])
+            )
+            story.end(2)
 
 
 def _upload_a_pin(story, count, *more):

@@ -150,12 +150,12 @@ def make(
             else _copy_parts(path, new.directory, earlier, operation)
         )
         marker = new.copy(path, lambda name: _belongs(name) and str(name) not in copied)
-        _check_save(path, save)
+        check_save(path, save)
         new.write(marks)
         return new.commit(marker).size
 
 
-def _check_save(path: Path, save: str | None) -> None:
+def check_save(path: Path, save: str | None) -> None:
     """Raises ReplacedError unless a step is still the given save.
 
     A job that was thought dead may replace it. Its files of the same names are whole,
@@ -269,7 +269,7 @@ def _copy_sound(
     if not parts:
         return []
     files = find_parts(path).files
-    _check_save(path, save)  # another one may have fewer parts
+    check_save(path, save)  # another one may have fewer parts
     faults = _checkpoint.verify.find_faults(
         path, [name for part in parts for name in files[part]]
     )
@@ -289,13 +289,15 @@ def _copy_sound(
     directories = {str(Path(name).parent) for name in names}
     paths = [target / name for name in (*names, *directories)]
     _storage.of(target).sync_files(paths, _THREADS)
-    _check_save(path, save)
+    check_save(path, save)
     return damaged
 
 
-def tell_uploaded(path: Path, changes: int, operation: Operation) -> None:
-    """Tells the other processes how many changes of a step are uploaded, and waits."""
-    message = [path.name, identify(path), changes]
+def tell_uploaded(
+    path: Path, save: str | None, changes: int, operation: Operation
+) -> None:
+    """Tells the other processes how many changes of a save are uploaded, and waits."""
+    message = [path.name, save, changes]
     operation.first("next", lambda: message)
     operation.gather("noted")
 

@@ -408,6 +408,7 @@ class Uploads:
         # A save has renamed its step a moment before it ends its claim.
         claim = _storage.temporary.claim(path, patience_secs=_PATIENCE_SECS)
         with self.step_lock.get(), claim as is_ours:
+            save = parts.identify(path)
             with self.change_lock.get():  # wait for a change in progress
                 marker = _steps.markers.read_upload_marker(path)
             if marker is None:
@@ -421,7 +422,7 @@ class Uploads:
             is_there = relation == "same" and upload_copies.is_whole(final, step)
             if relation == "other" and marker.settled:
                 reason = f"another step {step} was saved in {self._directory} since"
-                self._skip(step, path, marker, reason, logging.WARNING)
+                self._skip(step, path, save, marker, reason, logging.WARNING)
                 return
             if not is_there:
                 _checkpoint.completeness.check(path, step)
@@ -431,7 +432,7 @@ class Uploads:
                     if marker.overwrite and relation in ("other", "damaged"):
                         self._delete_replaced(step, final)
                     reason = f"no policy would keep it in {self._directory}"
-                    self._skip(step, path, marker, reason, logging.INFO)
+                    self._skip(step, path, save, marker, reason, logging.INFO)
                     return
                 overwrite = marker.overwrite or relation == "same"
                 overwrite |= relation == "damaged" and marker.settled
@@ -441,7 +442,7 @@ class Uploads:
                 self._events.emit("uploaded", step, path=final, bytes=size, secs=secs)
                 _log.info("uploaded step %d: %d bytes in %.3f s", step, size, secs)
                 self._unretired = step, path
-            self._settle(path, final, marker, is_new=not is_there)
+            self._settle(path, final, save, marker, is_new=not is_there)
 
     def _inherit_pin(self, path: Path, final: Path) -> None:
         """Pins a step that replaces a pinned one.
@@ -530,12 +531,13 @@ class Uploads:
         self,
         step: int,
         path: Path,
+        save: str | None,
         marker: _steps.markers.UploadMarker,
         reason: str,
         level: int,
     ) -> None:
         """Skips the upload of a step, unless the step has changed."""
-        if self._remove_marker(path, marker) is None:
+        if self._remove_marker(path, save, marker) is None:
             self._events.emit("skipped", step, path=path, reason=reason)
             _log.log(level, "step %d is not uploaded: %s", step, reason)
 
@@ -543,6 +545,7 @@ class Uploads:
         self,
         path: Path,
         final: Path,
+        save: str | None,
         marker: _steps.markers.UploadMarker,
         *,
         is_new: bool,
@@ -550,27 +553,26 @@ class Uploads:
         """Uploads changes until the upload marker can be removed."""
         now: _steps.markers.UploadMarker | None = marker
         if is_new:
-            now = self._remove_marker(path, marker)
+            now = self._remove_marker(path, save, marker)
         while now is not None:
+            upload_copies.check_save(path, save)
             self._copy_changes(path, final, now)
-            now = self._remove_marker(path, now)
+            now = self._remove_marker(path, save, now)
 
     def _remove_marker(
-        self, path: Path, marker: _steps.markers.UploadMarker
+        self, path: Path, save: str | None, marker: _steps.markers.UploadMarker
     ) -> _steps.markers.UploadMarker | None:
-        """Removes the upload marker unless changed since its last read.
+        """Removes the upload marker; returns None, or the marker of a later change.
 
         Removes those of the other processes first: if process 0 loses its disk then,
-        none of them uploads the changes again.
-
-        Returns:
-            None, or the current marker.
+        none of them uploads the changes again. Raises ReplacedError for another save.
         """
         if self._processes is not None:
             operation = self._processes.call("upload", f"the upload of {path.name}")
             with _distributed.agreement.closing_background(operation):
-                upload_copies.tell_uploaded(path, marker.changes, operation)
+                upload_copies.tell_uploaded(path, save, marker.changes, operation)
         with self.change_lock.get():
+            upload_copies.check_save(path, save)
             now = _steps.markers.read_upload_marker(path)
             if now != marker:
                 return now
