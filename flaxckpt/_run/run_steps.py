@@ -257,6 +257,9 @@ class RunSteps:
     def markers_of_new(self, step: int, *, overwrite: bool) -> dict[str, bytes]:
         return {}
 
+    def check_staging(self) -> None:
+        """Makes a removed staging directory again; OptionError if another run has it."""
+
     def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Keeps uploads from reading a step during the `with` block."""
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
@@ -211,6 +212,11 @@ def wait_for_uploads(ckpt, rank, given):
     ckpt.wait_for_uploads()
 
 
+def lose_directory(ckpt, rank, given, loser):
+    if rank == loser:
+        shutil.rmtree(ckpt.directory.parent / f"local-{rank}")
+
+
 def kill(ckpt, rank, given):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -334,6 +340,7 @@ DO = {
         fail_in_restores,
         wait_for_copies,
         wait_for_uploads,
+        lose_directory,
         kill,
         pause,
         delete,

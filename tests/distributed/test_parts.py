@@ -383,6 +383,14 @@ def test_lost_machine_needs_no_read_from_run_directory(tmp_path):
     assert flaxckpt.verify(tmp_path / "run/3").ok
 
 
+def test_directory_lost_during_a_job_is_filled_again(tmp_path):
+    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"]]
+    said = run(tmp_path, *do, ["lose_directory", 1], ["restore"], copies=1)
+    said += run(tmp_path, ["restore"], copies=1)
+    assert all(each["restore"] == 1 for each in said)
+    assert all(each["from_directory"] == 0 for each in said)
+
+
 def test_losing_disk_of_process_0_loses_no_step(tmp_path):
     do = [["save", 1], ["save", 2], ["save", 3], ["wait_for_copies"]]
     run(tmp_path, *do, copies=1, keep=3)

@@ -955,6 +955,33 @@ def test_rejects_invalid_staging(tmp_path):
         flaxckpt.Checkpointer(run, staging=tmp_path / "plain")
 
 
+@pytest.mark.parametrize("name", ["", "STAGING_OF"], ids=["directory", "owner"])
+def test_staging_removed_during_a_run_names_its_run_again(tmp_path, name):
+    staging = tmp_path / "ssd"
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.wait_for_uploads()
+        if name:
+            (staging / name).unlink()
+        else:
+            shutil.rmtree(staging)
+        ckpt.save(2, state(2))
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        strategies.assert_same(ckpt.restore(), state(2))
+
+
+def test_save_refuses_staging_taken_by_another_run(tmp_path):
+    staging = tmp_path / "ssd"
+    with flaxckpt.Checkpointer(tmp_path / "run", staging=staging) as ckpt:
+        ckpt.save(1, state(1)).wait()
+        ckpt.wait_for_uploads()
+        shutil.rmtree(staging)
+        flaxckpt.Checkpointer(tmp_path / "other", staging=staging).close()
+        with pytest.raises(errors.OptionError, match=r"belongs to .*other, not to"):
+            ckpt.save(2, state(2)).wait()
+    assert not (staging / "2").exists()
+
+
 @pytest.mark.parametrize("is_function", [True, False])
 def test_single_process_can_name_staging_by_index(tmp_path, is_function):
     template = f"{tmp_path}/ssd-{{process}}"

@@ -130,18 +130,23 @@ def _resolve(staging: Staging, directory: Path) -> Path:
             "staging with several processes needs jax's coordination service, which"
             " this version of jax does not show: leave out staging"
         )
+    _check_owner(path, directory)
+    return path
+
+
+def _check_owner(path: Path, directory: Path) -> None:
+    """Raises OptionError if the staging directory `path` belongs to another run."""
     try:
         with _storage.read_errors.explain_errors(path / _OWNER):
             text = (path / _OWNER).read_text(encoding="utf-8", errors="replace")
             owner = text.strip()
     except (FileNotFoundError, NotADirectoryError):
-        return path
+        return
     if owner != str(directory) and not _storage.paths.is_same(owner, directory):
         raise errors.OptionError(
             f"staging={path} belongs to {owner}, not to {directory}: choose another"
             f" path. If the run has moved, correct {path / _OWNER}"
         )
-    return path
 
 
 def _make_staging(
@@ -149,9 +154,7 @@ def _make_staging(
 ) -> None:
     """Makes the staging directory of a run, or checks an existing directory.
 
-    Raises:
-        OptionError: The directory has steps of an unknown run.
-        OSError: The directory cannot be made.
+    Raises OptionError for steps of an unknown run, OSError if it cannot be made.
     """
     _storage.of(path).make_directory(path, mode=mode)
     if (path / _OWNER).is_file():
@@ -248,6 +251,13 @@ class StagedSteps(run_steps.RunSteps):
 
     def _make_directory(self) -> None:
         _make_staging(self.saves_in, self.directory, self._near.paths(), self.mode)
+
+    def check_staging(self) -> None:
+        # Without a file that names their run, no later job would take the steps.
+        # Of a disk that fails, a save or a restore says more.
+        with contextlib.suppress(OSError, errors.DamagedCheckpointError):
+            _check_owner(self.saves_in, self.directory)
+            _make_staging(self.saves_in, self.directory, {}, self.mode)
 
     # ---- finding ----------------------------------------------------------------
 
