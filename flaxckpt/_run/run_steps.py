@@ -258,7 +258,7 @@ class RunSteps:
         return {}
 
     def check_staging(self) -> None:
-        """Makes a removed staging directory again; OptionError if another run has it."""
+        """Makes a removed staging directory again, or raises OptionError."""
 
     def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Keeps uploads from reading a step during the `with` block."""
