@@ -6,7 +6,7 @@ Messages never go through devices: see `_distributed.operation`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -165,20 +165,41 @@ def broadcast(
     return operation.first(stage, compute, is_patient=is_patient)
 
 
-def check_same_request(operation: Operation | None, what: str) -> None:
-    """Checks that all processes make the same request.
+def check_same_tier(operation: Operation | None, has_staging: bool) -> None:
+    """Raises OptionError if only this process, or only process 0, has `staging`."""
+    if operation is None:
+        return
+    of_first = operation.first("staging", lambda: has_staging)
+    if of_first != has_staging:
+        raise _tier_error({0: of_first, operation.index: has_staging})
 
-    Raises:
-        OptionError: The requests differ.
+
+def _tier_error(tiers: Mapping[int, bool]) -> errors.OptionError:
+    names = {True: "has staging", False: "has none"}
+    return errors.OptionError(
+        "all processes must pass staging=, or none of them, but\n"
+        + errors.rows(f"process {n}: {names[has_it]}" for n, has_it in tiers.items())
+    )
+
+
+def check_same_request(
+    operation: Operation | None, what: str, has_staging: bool
+) -> None:
+    """Checks that all processes make the same request, of the same tier.
+
+    Raises OptionError if they differ.
     """
     if operation is None:
         return
-    requests = operation.exchange("asked", what)
-    if len(set(requests)) > 1:
-        rows = [f"process {i}: {request}" for i, request in enumerate(requests)]
+    rows = operation.exchange("asked", [what, has_staging])
+    requests, tiers = zip(*rows, strict=True)
+    if len({*tiers}) > 1:
+        raise _tier_error(dict(enumerate(tiers)))
+    if len({*requests}) > 1:
+        named = [f"process {i}: {request}" for i, request in enumerate(requests)]
         raise errors.OptionError(
             "all processes must restore the same step, but they requested\n"
-            + errors.rows(rows)
+            + errors.rows(named)
         )
 
 

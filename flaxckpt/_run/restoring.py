@@ -156,8 +156,8 @@ class Restores:
         ):
             self._wait()
             tier = self._run.part_tier
+            _distributed.agreement.check_same_request(operation, what, tier is not None)
             if tier is not None and (operation is not None or tier.has_parts()):
-                _distributed.agreement.check_same_request(operation, what)
                 candidates = self._agree_on_parts(operation, step)
                 marked = _distributed.agreement.broadcast(
                     operation,
@@ -168,7 +168,6 @@ class Restores:
             if self._run.has_staging:
                 candidates = self._run.candidates(step)
                 return candidates, self._marked_beyond(step, candidates)
-            _distributed.agreement.check_same_request(operation, what)
 
             def look() -> list[list[tuple[int, str]]]:
                 candidates = self._run.candidates(step)

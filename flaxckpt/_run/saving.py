@@ -60,6 +60,7 @@ class Saves:
         self._saved_since: set[int] = set()
         self._last_own: int | None = None  # the last saved or restored step
         self._has_tried_undoing = False  # its transforms, as a test
+        self._has_met = False  # process 0, in the same tier
         self._standstill = datasets.Standstill()
 
     def request(self, step: int, **fields: Any) -> SaveRequest:
@@ -96,6 +97,9 @@ class Saves:
         operation: _distributed.operation.Operation | None,
     ) -> SaveHandle:
         step, path = request.number, request.path
+        if not self._has_met or _util.job.is_first():  # process 0 may be asked again
+            _distributed.agreement.check_same_tier(operation, request.is_part)
+            self._has_met = True
         if request.on_exists == "skip" and self._is_there(request, operation):
             if operation is not None:
                 operation.close()

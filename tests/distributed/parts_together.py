@@ -28,11 +28,14 @@ def run(directory, rank, given):
     names = given.get("directories")  # of the directories, by process
     if names is not None:
         staging = names[rank]
+    tier = {}
+    if staging is not None:
+        keep = [policies.LatestN(given.get("keep", 1))]
+        tier = {"staging": f"{directory}/{staging}", "keep_staging": keep}
     try:
         ckpt = flaxckpt.Checkpointer(
             given.get("url", directory / "run"),
-            staging=f"{directory}/{staging}",
-            keep_staging=[policies.LatestN(given.get("keep", 1))],
+            **tier,
             staging_copies=given.get("copies_of", {}).get(
                 str(rank), given.get("copies", 0)
             ),

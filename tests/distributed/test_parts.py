@@ -501,6 +501,20 @@ def test_rejects_shared_staging_directory(tmp_path):
         assert "process 0, process 1 have the same staging directory" in text
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["local-0", None], pytest.param([None, "local-1"], marks=pytest.mark.slow)],
+)
+def test_rejects_staging_at_some_processes_only(tmp_path, names):
+    do = [["failing_restore"], ["failing_save", 1]]
+    has, other = (1, 0) if names[0] is None else (0, 1)
+    said = run(tmp_path, *do, directories=names, closes=False)
+    for _, text in (each[name] for each in said for (name, *_) in do):
+        assert "all processes must pass staging=, or none" in text
+        assert f"process {has}: has staging" in text
+        assert f"process {other}: has none" in text
+
+
 @pytest.mark.parametrize("refused", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_other_processes_learn_of_a_refused_process_at_once(tmp_path, refused):
     owner = tmp_path / f"local-{refused}/STAGING_OF"
