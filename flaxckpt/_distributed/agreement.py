@@ -134,6 +134,9 @@ def _background_error(
     operation: Operation, apart: ApartError
 ) -> errors.CheckpointError:
     """Returns the error of copies or uploads after the failure of a process."""
+    late = errors.CheckpointTimeoutError
+    if all(failure.kind == late.__name__ for failure in apart.failures):
+        return late("\n".join(failure.text for failure in apart.failures))
     return errors.SaveFailedError(
         f"{operation.what} failed at some of the {operation.count} processes:\n"
         + errors.rows(map(str, apart.failures))

@@ -215,6 +215,15 @@ def wait_for_uploads(ckpt, rank, given):
     ckpt.wait_for_uploads()
 
 
+def fail_to_wait(ckpt, rank, given, patience):
+    """Returns the error of a wait for uploads of so many seconds, by process."""
+    try:
+        ckpt.wait_for_uploads(patience[rank])
+    except errors.CheckpointError as error:
+        return [type(error).__name__, str(error)]
+    raise AssertionError("nothing was raised")
+
+
 def lose_directory(ckpt, rank, given, loser):
     if rank == loser:
         shutil.rmtree(ckpt.directory.parent / f"local-{rank}")
@@ -344,6 +353,7 @@ DO = {
         wait_for_copies,
         wait_for_uploads,
         lose_directory,
+        fail_to_wait,
         kill,
         pause,
         delete,

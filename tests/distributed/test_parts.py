@@ -598,6 +598,16 @@ def test_unpin_in_run_directory_outlives_loss_of_disk_of_process_0(tmp_path):
     assert not pinned.exists()
 
 
+@pytest.mark.parametrize(
+    "patience", [[0, 0], pytest.param([0, None], marks=pytest.mark.slow)]
+)
+def test_all_processes_learn_that_a_wait_was_too_short(tmp_path, patience):
+    said = run(tmp_path, ["save", 1], ["fail_to_wait", patience])
+    for kind, text in (each["fail_to_wait"] for each in said):
+        assert kind == "CheckpointTimeoutError"
+        assert "call wait_for_uploads() again" in text
+
+
 def test_upload_waits_for_no_process_that_ends(tmp_path):
     do = [["save", 1], ["wait_for_uploads"], ["pin_until_upload_fails", 1]]
     ((told,), _) = [
