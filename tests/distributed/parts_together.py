@@ -257,6 +257,17 @@ def pin(ckpt, rank, given, step):
     ckpt.pin(step)
 
 
+def pin_late(ckpt, rank, given, step):
+    """Pins, in the other processes when process 0 has uploaded its pin."""
+    pinned = ckpt.directory / f"{step}/PINNED"
+    pending = ckpt.directory.parent / f"local-0/{step}/NOT_UPLOADED"
+    deadline = time.monotonic() + 60
+    while rank and (pending.exists() or not pinned.exists()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ckpt.pin(step)
+
+
 def pin_until_upload_fails(ckpt, rank, given, step):
     """While the other processes end, process 0 pins; returns why no upload follows."""
     failed = []
@@ -361,6 +372,7 @@ DO = {
         save_note,
         restore_step,
         pin,
+        pin_late,
         pin_until_upload_fails,
         verify,
         explain,

@@ -585,8 +585,9 @@ def test_single_process_run_continues_with_two_processes(tmp_path):
     assert flaxckpt.verify(tmp_path / "run/1").ok
 
 
-def test_unpin_in_run_directory_outlives_loss_of_disk_of_process_0(tmp_path):
-    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"], ["pin", 1]]
+@pytest.mark.parametrize("pin", ["pin", "pin_late"])
+def test_unpin_in_run_directory_outlives_loss_of_disk_of_process_0(tmp_path, pin):
+    do = [["save", 1], ["wait_for_copies"], ["wait_for_uploads"], [pin, 1]]
     do += [["wait_for_uploads"], ["explain"]]
     for each in run(tmp_path, *do, copies=1):
         assert "pinned" in each["explain"]["1"]

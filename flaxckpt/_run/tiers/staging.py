@@ -395,6 +395,7 @@ class StagedSteps(run_steps.RunSteps):
         with self.uploads.change_lock.get():
             self._mark_for_upload(path, removed)
             yield path
+            self.uploads.unmark_uploaded(path)
         self.uploads.start()
 
     def _mark_for_upload(self, path: Path, removed: tuple[str, ...] = ()) -> None:

@@ -134,6 +134,8 @@ class Uploads:
         self._processes = processes if processes.are_several() else None
         self._listener: _util.threads.Heartbeat | None = None
         self._leave: Callable[[], None] = lambda: None
+        # Step -> its save, and how many changes of it process 0 has uploaded.
+        self._uploaded: dict[Path, tuple[str, int]] = {}
 
     def close(self) -> None:
         if self._listener is not None:
@@ -173,13 +175,20 @@ class Uploads:
             raise upload_copies.ReplacedError(f"a save replaces a step beside {path}")
         try:
             with self.change_lock.get():
-                marker = _steps.markers.read_upload_marker(path)
-                if marker is None or parts.identify(path) != save:
-                    return
-                if marker.changes <= changes:  # else, there are later ones
-                    _steps.markers.unmark_upload(path)
+                self._uploaded[path] = save, changes
+                self.unmark_uploaded(path)
         finally:
             lock.release()
+
+    def unmark_uploaded(self, path: Path) -> None:
+        """Removes the marker of changes known to be uploaded; hold `change_lock`."""
+        # Process 0 may upload a change before this process makes the same one.
+        save, changes = self._uploaded.get(path, (None, 0))
+        marker = _steps.markers.read_upload_marker(path)
+        if marker is None or save is None or parts.identify(path) != save:
+            return
+        if marker.changes <= changes:  # else, there are later ones
+            _steps.markers.unmark_upload(path)
 
     def pending(self) -> dict[int, Path]:
         paths = self._near.index.paths().items()
