@@ -235,6 +235,9 @@ def _place(directory: Path) -> str:
 def _failure(process: int, error: BaseException) -> Failure:
     kind = STOPPED if isinstance(error, ApartError) else type(error).__name__
     text = errors.one_line(error, _LONGEST_TEXT)
+    # The text of other errors, such as a KeyError, may be no more than a name.
+    if not isinstance(error, errors.CheckpointError | OSError | ApartError):
+        text = ": ".join(filter(None, (kind, text)))
     return Failure(process, kind, text or kind)
 
 

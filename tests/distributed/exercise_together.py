@@ -81,6 +81,7 @@ def _first_fails(group):
     if group.index:
         [failure] = operation.outcome().failures
         assert (failure.process, failure.kind) == (0, "ZeroDivisionError")
+        assert failure.text == "ZeroDivisionError: division by zero"
 
 
 def _stop_early(group):

@@ -545,6 +545,7 @@ def test_other_processes_learn_of_a_refused_process_at_once(tmp_path, refused):
             "failure_domain has returned None for process 1",
             marks=pytest.mark.slow,
         ),
+        ({"copies": 1, "domains": "a"}, "failure_domain has raised IndexError"),
     ],
 )
 def test_first_save_refuses_options_that_do_not_fit(tmp_path, given, why):

@@ -170,14 +170,8 @@ class PartTier:
             self._server = _distributed.peer_files.FileServer(
                 self._root, self._address(hosts), self._certificate
             )
-        domain = self._options.failure_domain or (lambda index: socket.gethostname())
-        if (place := domain(self._own)) is None:
-            raise errors.OptionError(
-                f"failure_domain has returned None for process {self._own}: return a"
-                " name, such as that of its machine"
-            )
         with self._present() as token:
-            mine = [self._server.peer[:3], str(place), token]
+            mine = [self._server.peer[:3], self._find_domain(), token]
             rows = operation.exchange("met", mine)
             seen = [
                 process
@@ -208,6 +202,23 @@ class PartTier:
             for (host, port, token), _, _ in rows
         ]
         self._meeting = rows[0][2]
+
+    def _find_domain(self) -> str:
+        """Returns the failure domain of this process, or raises OptionError."""
+        find = self._options.failure_domain or (lambda index: socket.gethostname())
+        name, cause = None, None
+        try:
+            name = find(self._own)
+        except Exception as error:
+            cause = error
+        if name is None:
+            kind, why = type(cause).__name__, errors.one_line(cause)
+            what = "returned None" if cause is None else f"raised {kind}: {why}"
+            raise errors.OptionError(
+                f"failure_domain has {what} for process {self._own}: return a name,"
+                " such as that of its machine"
+            ) from cause
+        return str(name)
 
     def _address(self, hosts: Collection[str]) -> str:
         """Returns the address for the server, or raises OptionError without any."""
