@@ -527,15 +527,9 @@ class Restore:
         with (
             reader.replacements_reported(path, self._stored.stamp),
             _arrays.to_device.any_values(),
+            explain_parts(Path(path)),
         ):
-            try:
-                self._values = _arrays.read.read(self._jobs, self._reading)
-            except errors.DamagedCheckpointError as error:
-                if (why := _describe_parts(Path(path))) is None:
-                    raise
-                raise errors.DamagedCheckpointError(
-                    f"{error}\n{why}", leaves=error.leaves
-                ) from error.__cause__
+            self._values = _arrays.read.read(self._jobs, self._reading)
 
     def compute(self) -> None:
         """Exchanges the parts of `read_once`, and computes the other leaves."""
@@ -614,6 +608,19 @@ def restore(
         has_read()
         planned.compute()
         return planned.build()
+
+
+@contextlib.contextmanager
+def explain_parts(path: Path) -> Iterator[None]:
+    """Says in errors of damage that `path` has only parts of a step, if it does."""
+    try:
+        yield
+    except errors.DamagedCheckpointError as error:
+        if (why := _describe_parts(path)) is None:
+            raise
+        raise errors.DamagedCheckpointError(
+            f"{error}\n{why}", leaves=error.leaves
+        ) from error.__cause__
 
 
 def _describe_parts(path: Path) -> str | None:

@@ -166,7 +166,8 @@ def _convert_to_disk(source: Path, final: Path, options: ConvertOptions) -> int:
         ):
             output = journal.output
             kept = target.begin(output, journal.done)
-            _write_pieces(target, kept, journal, show)
+            with _checkpoint.restore.explain_parts(source):
+                _write_pieces(target, kept, journal, show)
             target.finish(output)
             if options.permissions is not None:
                 _storage.modes.set_below(output, options.permissions)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flaxckpt import _arrays, _util, errors
+from flaxckpt import _arrays, _checkpoint, _util, errors
 from flaxckpt._formats import locate
 from flaxckpt._formats.reader import Stored
 from flaxckpt._state.leaf import Leaf, LeafInfo, StoredLeaf
@@ -80,7 +81,8 @@ def statistics_of(
     _arrays.read.check_supported([leaf], stored.metadata.path)
     counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * leaf.info.stored_bytes
-    with _util.progress.bar(counter):
+    path = Path(stored.metadata.path)
+    with _util.progress.bar(counter), _checkpoint.restore.explain_parts(path):
         return _statistics_of(leaf, bins, counter)
 
 

@@ -282,12 +282,7 @@ class Uploads:
             )
 
     def wait(self, timeout_secs: float | None) -> None:
-        """Waits for all pending uploads, and retries failed uploads once.
-
-        Raises:
-            CheckpointTimeoutError: Uploads are still pending after `timeout_secs`.
-            SaveFailedError: A step could not be uploaded.
-        """
+        """Waits for all pending uploads; see `Checkpointer.wait_for_uploads`."""
         if self._processes is not None:
             operation = self._processes.begin("uploads", "the wait for uploads")
             with _distributed.agreement.closing_background(operation):
