@@ -184,8 +184,8 @@ def test_prune_keeps_the_newest_whole_step_beside_a_part_of_a_newer_one():
         assert (story.files.root / "m0/local/1").exists()
 
 
-def _help_slowly(staging, operation, help_copy=upload_copies.help_copy):
-    result = help_copy(staging, operation)
+def _help_slowly(*args, help_copy=upload_copies.help_copy):
+    result = help_copy(*args)
     kernel.current().sleep(30.0)
     return result
 
