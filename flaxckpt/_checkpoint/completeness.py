@@ -6,11 +6,12 @@ trees of databases, and small databases of older releases.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,3 +177,31 @@ def _check_written_by_others(path: Path, leaves: Collection[LeafPath] | None) ->
         stored.check_items(stored.metadata.damaged_items)
     for leaf in leaves or ():
         stored.check_leaf(leaf)
+
+
+@contextlib.contextmanager
+def explain_parts(path: Path) -> Iterator[None]:
+    """Says in errors of damage that `path` has only parts of a step, if it does."""
+    try:
+        yield
+    except errors.DamagedCheckpointError as error:
+        if (why := _describe_parts(path)) is None:
+            raise
+        raise errors.DamagedCheckpointError(
+            f"{error}\n{why}", leaves=error.leaves
+        ) from error.__cause__
+
+
+def _describe_parts(path: Path) -> str | None:
+    """Returns why files of a step may be missing; None for a step in one directory."""
+    try:
+        parts = _steps.markers.read_parts(path)
+    except errors.DamagedCheckpointError as error:
+        return str(error)
+    if parts is None:
+        return None
+    return (
+        f"{path} has parts of a step that {len(parts.files)} processes have saved."
+        " `Checkpointer.restore` of all processes reads what is missing from the"
+        " others, or load the step of the run directory."
+    )

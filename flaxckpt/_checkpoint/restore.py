@@ -13,17 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
-from flaxckpt import (
-    _arrays,
-    _formats,
-    _state,
-    _steps,
-    _storage,
-    _util,
-    datasets,
-    errors,
+from flaxckpt import _arrays, _formats, _state, _storage, _util, datasets, errors
+from flaxckpt._checkpoint import (
+    completeness,
+    mismatch,
+    optimizer_init,
+    planner,
+    restore_errors,
 )
-from flaxckpt._checkpoint import mismatch, optimizer_init, planner, restore_errors
 from flaxckpt._checkpoint.load_handle import LoadHandle
 from flaxckpt._checkpoint.plan import RestorePlan, describe_outcomes
 from flaxckpt._checkpoint.planner import LoadOptions, RestoreOptions
@@ -527,7 +524,7 @@ class Restore:
         with (
             reader.replacements_reported(path, self._stored.stamp),
             _arrays.to_device.any_values(),
-            explain_parts(Path(path)),
+            completeness.explain_parts(Path(path)),
         ):
             self._values = _arrays.read.read(self._jobs, self._reading)
 
@@ -608,34 +605,6 @@ def restore(
         has_read()
         planned.compute()
         return planned.build()
-
-
-@contextlib.contextmanager
-def explain_parts(path: Path) -> Iterator[None]:
-    """Says in errors of damage that `path` has only parts of a step, if it does."""
-    try:
-        yield
-    except errors.DamagedCheckpointError as error:
-        if (why := _describe_parts(path)) is None:
-            raise
-        raise errors.DamagedCheckpointError(
-            f"{error}\n{why}", leaves=error.leaves
-        ) from error.__cause__
-
-
-def _describe_parts(path: Path) -> str | None:
-    """Returns why files of a step may be missing; None for a step in one directory."""
-    try:
-        parts = _steps.markers.read_parts(path)
-    except errors.DamagedCheckpointError as error:
-        return str(error)
-    if parts is None:
-        return None
-    return (
-        f"{path} has parts of a step that {len(parts.files)} processes have saved."
-        " `Checkpointer.restore` of all processes reads what is missing from the"
-        " others, or load the step of the run directory."
-    )
 
 
 def _convert_numbers(

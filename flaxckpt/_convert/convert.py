@@ -166,7 +166,7 @@ def _convert_to_disk(source: Path, final: Path, options: ConvertOptions) -> int:
         ):
             output = journal.output
             kept = target.begin(output, journal.done)
-            with _checkpoint.restore.explain_parts(source):
+            with _checkpoint.completeness.explain_parts(source):
                 _write_pieces(target, kept, journal, show)
             target.finish(output)
             if options.permissions is not None:

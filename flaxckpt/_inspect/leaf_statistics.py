@@ -82,7 +82,7 @@ def statistics_of(
     counter = _util.progress.Counter(f"reading {leaf_path}")
     counter.total = 2 * leaf.info.stored_bytes
     path = Path(stored.metadata.path)
-    with _util.progress.bar(counter), _checkpoint.restore.explain_parts(path):
+    with _util.progress.bar(counter), _checkpoint.completeness.explain_parts(path):
         return _statistics_of(leaf, bins, counter)
 
 
