@@ -185,7 +185,7 @@ class Restores:
         """Returns the steps with all parts; raises CheckpointNotFoundError if none."""
         assert self._run.part_tier is not None
         if not self._read_only:
-            self._run.check_staging()
+            self._run.ensure_staging()
         found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
         if _util.job.is_first() and not self._read_only:
             self._run.part_tier.adopt_pending()

@@ -257,7 +257,7 @@ class RunSteps:
     def markers_of_new(self, step: int, *, overwrite: bool) -> dict[str, bytes]:
         return {}
 
-    def check_staging(self) -> None:
+    def ensure_staging(self) -> None:
         """Makes a removed staging directory again, or raises OptionError."""
 
     def upload_pause(self, path: Path) -> contextlib.AbstractContextManager[None]:

@@ -222,7 +222,7 @@ class Saves:
         """Writes a snapshot, and deletes steps that no policy keeps."""
         request = snapshot.request
         step, final = request.number, request.path
-        self._run.check_staging()
+        self._run.ensure_staging()
         if request.operation is not None and self._run.part_tier is not None:
             self._run.part_tier.meet(request.operation)
         with self._run.upload_pause(final):

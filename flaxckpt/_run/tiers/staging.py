@@ -252,7 +252,7 @@ class StagedSteps(run_steps.RunSteps):
     def _make_directory(self) -> None:
         _make_staging(self.saves_in, self.directory, self._near.paths(), self.mode)
 
-    def check_staging(self) -> None:
+    def ensure_staging(self) -> None:
         # Without a file that names their run, no later job would take the steps.
         # Of a disk that fails, a save or a restore says more.
         with contextlib.suppress(OSError, errors.DamagedCheckpointError):
