@@ -188,7 +188,7 @@ class Restores:
             self._run.ensure_staging()
         found, lost = self._run.part_tier.agree(operation, self._run.list_far, step)
         if _util.job.is_first() and not self._read_only:
-            self._run.part_tier.adopt_pending()
+            self._run.part_tier.adopt_steps()
         candidates = [each for each in found if step in (None, each[0])]
         newest = candidates[0][0] if candidates else -1
         reasons: dict[int, str] = {}

@@ -184,6 +184,22 @@ def test_prune_keeps_the_newest_whole_step_beside_a_part_of_a_newer_one():
         assert (story.files.root / "m0/local/1").exists()
 
 
+def test_an_older_whole_step_stays_after_process_0_has_lost_its_disk():
+    with (
+        runner.installed(tier),
+        tier.story(1, copies=1, domain_size=1, latest=0, near=2) as story,
+    ):
+        story.run_job(3, ["save", "save", "copies", "uploads"], is_calm=True)
+        story.lose("m0")
+        story.run_job(3, ["restore", "overwrite", "copies"], is_calm=True)
+        assert (story.files.root / "m1/local/1").exists()
+        shutil.rmtree(story.files.root / "run")  # nothing is read from there
+        (story.files.root / "run").mkdir()
+        story.ledger.far.clear()
+        story.lose("m2")
+        story.run_job(3, ["restore"], is_calm=True)
+
+
 def _help_slowly(*args, help_copy=upload_copies.help_copy):
     result = help_copy(*args)
     kernel.current().sleep(30.0)

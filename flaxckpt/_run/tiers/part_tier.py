@@ -411,14 +411,17 @@ class PartTier:
                 mine[step] = here._replace(is_changing=True)
         return mine
 
-    def adopt_pending(self) -> None:
-        """Copies the metadata of steps to upload that only other processes have."""
+    def adopt_steps(self) -> None:
+        """Copies the metadata of steps that other processes have whole, to process 0.
+
+        It uploads them, and decides which of them stay.
+        """
         for sources in self._sources.values():
-            if sources.far is None and not sources.path.exists():
+            if all(sources.holders.values()) and not sources.path.exists():
                 try:
                     part_copies.copy_metadata(sources, self._mode)
                 except (errors.CheckpointError, OSError) as error:
-                    _log.warning("step %d is not uploaded: %s", sources.step, error)
+                    _log.warning("step %d is not kept here: %s", sources.step, error)
 
     def has_sources(self, path: Path) -> bool:
         """Returns True for a step of which other places may have files."""
