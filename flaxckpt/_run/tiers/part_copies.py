@@ -123,7 +123,7 @@ def copy_metadata(sources: Sources, mode: int | None) -> None:
         _mend(path, files)
         return
     try:
-        check = functools.partial(parts.check_save, sources.replaceable)
+        check = functools.partial(parts.check_save, saves=sources.replaceable)
         _write_metadata(path, files, mode, check)
     except OSError as error:
         _check_disk(error, path)

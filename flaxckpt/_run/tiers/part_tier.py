@@ -461,7 +461,7 @@ class PartTier:
             raise exists_error(path)
         if path.exists():
             _checkpoint.overwrite.check_replaceable(path)
-            check = functools.partial(parts.check_save, {save})
+            check = functools.partial(parts.check_save, saves={save})
             _storage.transaction.delete(path, check)
 
     # ---- restoring --------------------------------------------------------------

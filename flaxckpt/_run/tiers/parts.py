@@ -70,7 +70,10 @@ def identify(path: Path) -> str | None:
 
 
 def read_identity(path: Path) -> str | None:
-    """Returns the same, or raises OSError for a step that cannot be read at present."""
+    """Returns the identity of the save of a step; None if the step has none.
+
+    Raises OSError for a step that cannot be read at present.
+    """
     # It is the digest of the commit marker, which follows from the manifest: a step in
     # parts that has lost its marker belongs to its save still.
     store, most = _storage.of(path), _formats.orbax_json.MAX_BYTES
@@ -87,10 +90,22 @@ def read_identity(path: Path) -> str | None:
     return _storage.files.digest(marker)
 
 
-def check_save(saves: Collection[str | None], path: Path) -> None:
-    """Raises SaveFailedError if the step at `path` is of none of these saves."""
-    if identify(path) not in saves:
-        raise errors.SaveFailedError(
+class ReplacedError(errors.SaveFailedError):
+    """Another writer has replaced a step in the meantime."""
+
+
+def check_save(path: Path, saves: Collection[str | None]) -> None:
+    """Raises ReplacedError if a step is of none of these saves.
+
+    A job that was thought dead may replace it; its whole files would be mixed with
+    those before. Raises SaveFailedError for a step that cannot be read.
+    """
+    try:
+        is_known = read_identity(path) in saves
+    except OSError as error:
+        raise errors.SaveFailedError(f"{path} cannot be read: {error}") from error
+    if not is_known:
+        raise ReplacedError(
             f"{path} was saved by another writer in the meantime: end the other job, or"
             " give each run its own directory"
         )
@@ -105,7 +120,10 @@ def find_held(path: Path) -> Held | None:
 
 
 def read_held(path: Path) -> Held | None:
-    """Returns the same, or raises OSError for a step that cannot be read at present."""
+    """Returns what is here of a step; None if it is older, or not ours.
+
+    Raises OSError for a step that cannot be read at present.
+    """
     if (save := read_identity(path)) is None:
         return None
     try:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from flaxckpt import _checkpoint, _formats, _steps, _storage, _util, errors
 from flaxckpt._run.tiers import part_copies
 from flaxckpt._run.tiers.parts import (
+    check_save,
     find_held,
     find_parts,
-    identify,
     read_held,
     read_identity,
 )
@@ -27,10 +27,6 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 8
 """Files copied at a time."""
-
-
-class ReplacedError(errors.CheckpointExistsError):
-    """Another process has replaced a step in staging during its upload."""
 
 
 Relation: TypeAlias = Literal["none", "same", "other", "damaged"]
@@ -150,19 +146,9 @@ def make(
             else _copy_parts(path, new.directory, earlier, operation)
         )
         marker = new.copy(path, lambda name: _belongs(name) and str(name) not in copied)
-        check_save(path, save)
+        check_save(path, {save})
         new.write(marks)
         return new.commit(marker).size
-
-
-def check_save(path: Path, save: str | None) -> None:
-    """Raises ReplacedError unless a step is still the given save.
-
-    A job that was thought dead may replace it. Its files of the same names are whole,
-    and would be mixed with those that were copied before.
-    """
-    if identify(path) != save:
-        raise ReplacedError(f"another process has replaced {path} during its upload")
 
 
 def _link_equal(
@@ -269,7 +255,7 @@ def _copy_sound(
     if not parts:
         return []
     files = find_parts(path).files
-    check_save(path, save)  # another one may have fewer parts
+    check_save(path, {save})  # another one may have fewer parts
     faults = _checkpoint.verify.find_faults(
         path, [name for part in parts for name in files[part]]
     )
@@ -289,7 +275,7 @@ def _copy_sound(
     directories = {str(Path(name).parent) for name in names}
     paths = [target / name for name in (*names, *directories)]
     _storage.of(target).sync_files(paths, _THREADS)
-    check_save(path, save)
+    check_save(path, {save})
     return damaged
 
 

@@ -172,10 +172,11 @@ class Uploads:
         lock = self.step_lock.get()
         # The save may wait for process 0, which waits for this process.
         if not lock.acquire(blocking=False):
-            raise upload_copies.ReplacedError(f"a save replaces a step beside {path}")
+            raise parts.ReplacedError(f"a save replaces a step beside {path}")
         try:
             with self.change_lock.get():
-                self._uploaded[path] = save, changes
+                known = {p: row for p, row in self._uploaded.items() if p.exists()}
+                self._uploaded = {**known, path: (save, changes)}
                 self.unmark_uploaded(path)
         finally:
             lock.release()
@@ -400,9 +401,8 @@ class Uploads:
         path = self._directory / path.name
         self._events.emit("failed", step, path=path, what="upload", error=text)
         _log.warning("step %d was not uploaded and stays in staging: %s", step, text)
-        is_of_step = isinstance(
-            error, errors.DamagedCheckpointError | FileExistsError | FileNotFoundError
-        )
+        of_step = errors.DamagedCheckpointError | parts.ReplacedError
+        is_of_step = isinstance(error, of_step | FileExistsError | FileNotFoundError)
         return isinstance(error, OSError) and not is_of_step
 
     # ---- an upload -----------------------------------------------------------
@@ -412,7 +412,7 @@ class Uploads:
         # A save has renamed its step a moment before it ends its claim.
         claim = _storage.temporary.claim(path, patience_secs=_PATIENCE_SECS)
         with self.step_lock.get(), claim as is_ours:
-            save = parts.identify(path)
+            save = parts.read_identity(path)
             with self.change_lock.get():  # wait for a change in progress
                 marker = _steps.markers.read_upload_marker(path)
             if marker is None:
@@ -559,7 +559,7 @@ class Uploads:
         if is_new:
             now = self._remove_marker(path, save, marker)
         while now is not None:
-            upload_copies.check_save(path, save)
+            parts.check_save(path, {save})
             self._copy_changes(path, final, now)
             now = self._remove_marker(path, save, now)
 
@@ -576,7 +576,7 @@ class Uploads:
             with _distributed.agreement.closing_background(operation):
                 upload_copies.tell_uploaded(path, save, marker.changes, operation)
         with self.change_lock.get():
-            upload_copies.check_save(path, save)
+            parts.check_save(path, {save})
             now = _steps.markers.read_upload_marker(path)
             if now != marker:
                 return now
@@ -640,7 +640,7 @@ def _advice(error: Exception) -> str:
                 " {staging}. To replace it, save the result of restore(step={step})"
                 " again, with on_exists='overwrite'."
             )
-        case _ElsewhereError() | upload_copies.ReplacedError():
+        case _ElsewhereError() | parts.ReplacedError():
             return (
                 "End the other process, or let it upload {names}, then call"
                 " wait_for_uploads()."
