@@ -194,7 +194,7 @@ class PartTier:
                 " failure_domain=, a function of the process index that returns a name",
                 self._options.copies,
                 self.copies,
-                errors.first_few(sorted({*domains})),
+                errors.first_few(sorted(map(repr, {*domains}))),
             )
         certificate = self._certificate
         self._peers = [
