@@ -200,6 +200,14 @@ def test_an_older_whole_step_stays_after_process_0_has_lost_its_disk():
         story.run_job(3, ["restore"], is_calm=True)
 
 
+def test_changes_on_a_disk_that_fails_at_times_raise_our_errors():
+    for seed in range(20):
+        with runner.installed(tier), tier.story(seed, copies=0, latest=0) as story:
+            story.run_job(2, ["save", "uploads"], is_calm=True)
+            story.files.failing[story.files.root / "m1"] = 0.1
+            story.run_job(2, ["restore", *["pin", "unpin"] * 6], is_calm=False)
+
+
 def _help_slowly(*args, help_copy=upload_copies.help_copy):
     result = help_copy(*args)
     kernel.current().sleep(30.0)

@@ -395,7 +395,8 @@ class StagedSteps(run_steps.RunSteps):
         with self.uploads.change_lock.get():
             self._mark_for_upload(path, removed)
             yield path
-            self.uploads.unmark_uploaded(path)
+            with contextlib.suppress(OSError):  # the next upload or restore does it
+                self.uploads.unmark_uploaded(path)
         self.uploads.start()
 
     def _mark_for_upload(self, path: Path, removed: tuple[str, ...] = ()) -> None:

@@ -188,7 +188,8 @@ class Uploads:
         marker = _steps.markers.read_upload_marker(path)
         if marker is None or save is None or parts.identify(path) != save:
             return
-        if marker.changes <= changes:  # else, there are later ones
+        # Else, there are later ones; or it cannot be read, and there may be.
+        if marker.change and marker.changes <= changes:
             _steps.markers.unmark_upload(path)
 
     def pending(self) -> dict[int, Path]:
