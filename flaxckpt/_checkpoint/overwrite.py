@@ -164,7 +164,15 @@ def check_replaceable(
     if _is_empty(final):
         return
     if final.is_dir() and not final.is_symlink():
-        foreign = _find_foreign(final, of_any_format=of_any_format)
+        try:
+            foreign = _find_foreign(final, of_any_format=of_any_format)
+        except errors.CheckpointError:
+            raise
+        except OSError as error:
+            raise errors.SaveFailedError(
+                f"{final} is not overwritten, as its files cannot be listed: {error};"
+                " check this directory, then try again"
+            ) from error
         foreign = foreign and [name for name in foreign if name not in replaced]
     elif of_any_format and not final.is_symlink() and _formats.recognises(final):
         foreign = []
@@ -231,7 +239,7 @@ def _find_foreign(directory: Path, *, of_any_format: bool) -> list[str] | None:
         return None
     files = {
         entry.path: entry.is_link
-        for entry in sorted(_storage.of(directory).walk(directory))
+        for entry in sorted(_storage.of(directory).walk(directory, strict=True))
         if entry.is_link or not entry.is_directory
     }
     if is_orbax and _formats.orbax_json.MANIFEST in files:

@@ -150,12 +150,12 @@ def pin_of(path: Path) -> dict[str, bytes]:
 
 
 def is_pinned(path: Path) -> bool:
-    return (path / PIN).is_file()
+    return _has(path, PIN)
 
 
 def is_temporary(path: Path) -> bool:
     """Returns True for a step to delete as soon as a newer step exists."""
-    return (path / TEMPORARY).is_file()
+    return _has(path, TEMPORARY)
 
 
 def pin(path: Path) -> WrittenMarker:
@@ -181,7 +181,7 @@ def mark_item_deleted(path: Path, item: str) -> None:
 
 def is_item_deleted(path: Path, item: str) -> bool:
     """Returns True if an item of the step at `path` was deleted on purpose."""
-    return (path / deletion_marker(item)).is_file()
+    return _has(path, deletion_marker(item))
 
 
 def deleted_items(names: Collection[str]) -> frozenset[str]:
@@ -309,7 +309,7 @@ def read_upload_marker(path: Path) -> UploadMarker | None:
 
 
 def is_marked_for_upload(path: Path) -> bool:
-    return (path / NOT_UPLOADED).is_file()
+    return _has(path, NOT_UPLOADED)
 
 
 def is_settled(path: Path) -> bool:
@@ -412,6 +412,13 @@ def parse_parts(content: bytes) -> StepParts:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(errors.one_line(error)) from None
     return parts
+
+
+def _has(path: Path, name: str) -> bool:
+    file = path / name
+    if _storage.paths.is_remote(file):
+        return file.is_file()
+    return _storage.files.is_file(file)
 
 
 def _read_json(file: Path) -> Any:

@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
+from typing import NoReturn
 
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _REMOVALS = 100
@@ -167,6 +168,32 @@ def make_parents(root: Path, file: PurePath | str) -> None:
     """Makes directories below `root`, or raises FileNotFoundError if it was removed."""
     for parent in reversed(PurePath(file).parents[:-1]):
         (root / parent).mkdir(exist_ok=True)
+
+
+def is_file(path: Path) -> bool:
+    """Returns True for a file, or a link to one; raises OSError if that is unknown.
+
+    `Path.is_file` of Python 3.14 returns False then.
+    """
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+
+
+def walk_up(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yields each directory below `root`, and `root` last, with the names of its files.
+
+    Raises OSError for a directory that cannot be listed.
+    """
+    for directory, _, names in os.walk(root, topdown=False, onerror=_raise):
+        yield directory, names
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def remove_tree(path: Path) -> None:

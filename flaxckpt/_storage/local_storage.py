@@ -269,7 +269,7 @@ class LocalStorage:
         sync = functools.partial(_sync, sizes=sizes)
         paths = [
             os.path.join(directory, name)  # noqa: PTH118
-            for directory, _, names in os.walk(root, topdown=False)
+            for directory, names in files.walk_up(root)
             for name in (*names, "")
         ]
         # Several at a time, so that the disk writes them together.

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from flaxckpt import _util, errors
+from flaxckpt._storage import files
 from flaxckpt._storage.paths import RemotePath
 
 PRIVATE = 0o700
@@ -83,7 +84,7 @@ def set_on_directory(directory: Path, mode: int) -> None:
 
 def set_below(root: Path, mode: int) -> None:
     """Sets the mode of everything inside, then of `root`, or raises OSError."""
-    for directory, _, names in os.walk(root, topdown=False):
+    for directory, names in files.walk_up(root):
         for name in names:
             set_on_file(Path(directory, name), mode)
         set_on_directory(Path(directory), mode)

@@ -57,9 +57,9 @@ class Transaction(abc.ABC):
         """Copies wanted files of a local checkpoint; returns its marker, or None."""
         marker = source / MARKER
         found = [
-            file.relative_to(source)
-            for file in source.rglob("*")
-            if file != marker and file.is_file()
+            Path(entry.path)
+            for entry in storage.of(source).walk(source, strict=True)
+            if entry.is_file and entry.path != MARKER
         ]
 
         def copy(name: Path) -> None:
@@ -67,7 +67,7 @@ class Transaction(abc.ABC):
             storage.of(self.directory).copy_file(source / name, self.directory / name)
 
         _util.threads.each(copy, filter(is_wanted, found), threads=_COPYING_THREADS)
-        return marker.read_bytes() if marker.is_file() else None
+        return marker.read_bytes() if files.is_file(marker) else None
 
     @abc.abstractmethod
     def commit(
@@ -143,7 +143,7 @@ def replace(
         rename.exchange(new, final, aside)
         try:
             check(new)
-        except errors.CheckpointError:
+        except (errors.CheckpointError, OSError):
             rename.exchange(new, final, aside)
             raise
     try:
@@ -303,7 +303,7 @@ def _take_away(
             rename.withdraw(target, aside)
             try:
                 check(aside)
-            except errors.SaveFailedError:
+            except (errors.CheckpointError, OSError):
                 aside.rename(target)
                 files.sync_directory(target.parent)
                 raise

@@ -1,6 +1,8 @@
 """A checkpoint is replaced, and nothing else: files of others are never deleted."""
 
 import dataclasses
+import errno
+import os
 import shutil
 
 import jax
@@ -108,6 +110,31 @@ def test_does_not_replace_checkpoint_with_foreign_files(tmp_path, replace, names
         (path / "tokenizer").rmdir()
     replace(path)
     assert flaxckpt.load(path)["n"] == 2
+
+
+@pytest.mark.parametrize(
+    "replace", [replace_with_save, replace_in_a_run, replace_by_converting]
+)
+def test_does_not_replace_checkpoint_that_cannot_be_listed(
+    tmp_path, monkeypatch, replace
+):
+    path = tmp_path / "run" / "3"
+    with flaxckpt.Checkpointer(path.parent) as run:
+        run.save(3, STATE)
+    add_files(path, ["state/d/plot.png"])
+    real = os.scandir
+
+    def scandir(directory):
+        if str(directory).rstrip("/").endswith("3/state/d"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+        return real(directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(errors.CheckpointError, match=os.strerror(errno.EIO)):
+            replace(path)
+    assert (path / "state/d/plot.png").read_bytes() == b"mine"
+    assert flaxckpt.load(path)["n"] == 1
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from flaxckpt._storage import (
     filesystem,
     listing,
     local_storage,
+    modes,
     paths,
     rename,
     temporary,
@@ -749,3 +750,44 @@ def test_detects_file_system_of_path(tmp_path):
         assert filesystem.is_local("/dev/shm")
     assert filesystem.kind("/nowhere/at/all") == filesystem.kind("/")
     assert filesystem._unescaped(r"/a\040b\134c") == "/a b\\c"
+
+
+def _copy(source):
+    with transaction.begin(source.parent / "copy") as new:
+        return new.copy(source)
+
+
+@pytest.mark.parametrize(
+    "act", [LOCAL.sync_tree, _copy, lambda path: modes.set_below(path, 0o750)]
+)
+def test_directory_that_cannot_be_listed_does_not_count_as_empty(
+    tree, monkeypatch, act
+):
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).rstrip("/").endswith("tree/z/e"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        act(tree)
+
+
+def test_checkpoint_keeps_its_name_if_a_check_fails_after_it_was_withdrawn(tree):
+    calls = []
+
+    def check(path):
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        transaction.delete(tree, check)
+    assert (tree / "b").read_bytes() == b"12"
+    new = make(tree.parent / "new", b=b"new")
+    calls.clear()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        transaction.replace(new, tree, lambda name: False, check)
+    assert (tree / "b").read_bytes() == b"12"

@@ -489,9 +489,11 @@ class StagedSteps(run_steps.RunSteps):
     @contextlib.contextmanager
     def upload_pause(self, path: Path) -> Iterator[None]:
         """Keeps uploads from reading a step in staging during the `with` block."""
-        with (
-            self.uploads.step_lock.get() if path.exists() else contextlib.nullcontext()
-        ):
+        try:
+            is_there = path.exists()
+        except OSError:  # the save says more
+            is_there = True
+        with self.uploads.step_lock.get() if is_there else contextlib.nullcontext():
             yield
 
     def _delete(self, step: int, path: Path) -> None:
