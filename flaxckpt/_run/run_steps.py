@@ -341,15 +341,16 @@ class RunSteps:
         if they may be whole, as the processes have not agreed on that yet.
         """
         for step, path in self.retention.index.paths().items():
-            is_kept = (
-                (self.part_tier is not None and not self.part_tier.has_agreed)
-                or _steps.markers.is_pinned(path)
-                or _steps.markers.is_marked_for_upload(path)
-            )
-            if step in left or (is_kept and step not in deleted):
+            if step in left:
                 continue
             try:
-                edit.delete(path)
+                is_kept = (
+                    (self.part_tier is not None and not self.part_tier.has_agreed)
+                    or _steps.markers.is_pinned(path)
+                    or _steps.markers.is_marked_for_upload(path)
+                )
+                if step in deleted or not is_kept:
+                    edit.delete(path)
             except (OSError, errors.CheckpointError) as error:
                 _log.warning("step %d stays in %s: %s", step, self.saves_in, error)
 

@@ -302,14 +302,14 @@ def read_upload_marker(path: Path) -> UploadMarker | None:
             bool(row.get("settled", False)),
             int(row.get("changes", 0)),
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return UploadMarker()  # an unreadable marker counts, too
 
 
 def is_marked_for_upload(path: Path) -> bool:
-    return _has(path, NOT_UPLOADED)
+    return read_upload_marker(path) is not None
 
 
 def is_settled(path: Path) -> bool:

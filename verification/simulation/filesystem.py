@@ -281,7 +281,7 @@ def _status(name: str) -> Callable[..., Any]:
             more["dir_fd"] = dir_fd
         if files is None or not files.owns(path, dir_fd):
             return real(path, **more)
-        files.call(name, path, can_fail=False)
+        files.call(name, path)
         status = real(path, **more)
         if not files.has_time(status):  # written to by C, or outside of the world
             files.stamp(path, dir_fd)
