@@ -491,6 +491,8 @@ class Restores:
             if operation is not None:
                 told = operation.exchange("damage", mine)
         reasons = {n: why for n, why in enumerate(told) if why}
+        if reasons and self._run.part_tier is not None:
+            self._run.part_tier.forget(step)  # a save replaces it
         text = "; ".join(f"process {n}: {why}" for n, why in reasons.items())
         try:
             if path.exists():

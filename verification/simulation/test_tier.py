@@ -208,6 +208,18 @@ def test_changes_on_a_disk_that_fails_at_times_raise_our_errors():
             story.run_job(2, ["restore", *["pin", "unpin"] * 6], is_calm=False)
 
 
+def test_save_replaces_a_damaged_step_that_process_0_lacks():
+    with runner.installed(tier), tier.story(1, copies=0, latest=0, near=2) as story:
+        story.files.failing[story.files.root / "run"] = 1.0
+        story.run_job(1, ["save", "save"], is_calm=True)
+        (story.files.root / "m0/local/2/state/d/tree").unlink()
+        story.ledger.delete(2)
+        story.swap("m0", "m1")
+        script = story.run_job(2, ["restore", "save"], is_calm=True)
+    restored, saved = script.results
+    assert [result.error for result in saved.values()] == [None, None], saved
+
+
 def _help_slowly(*args, help_copy=upload_copies.help_copy):
     result = help_copy(*args)
     kernel.current().sleep(30.0)
