@@ -216,7 +216,7 @@ def test_save_replaces_a_damaged_step_that_process_0_lacks():
         story.ledger.delete(2)
         story.swap("m0", "m1")
         script = story.run_job(2, ["restore", "save"], is_calm=True)
-    restored, saved = script.results
+    _, saved = script.results
     assert [result.error for result in saved.values()] == [None, None], saved
 
 
