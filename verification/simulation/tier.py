@@ -68,6 +68,8 @@ class Save:
         is_damaged: Whether a file of it was changed.
         is_restored: Whether its copies count files that a restore has not synced.
         is_deleted: Whether its step was deleted, perhaps before the save had ended.
+        inside: The processes that are saving, or have died in it.
+        beside: The saves that were under way when it began.
     """
 
     def __init__(self, token: int, step: int, disks: dict[str, str]) -> None:
@@ -77,13 +79,18 @@ class Save:
         self.survives: int | None = None
         self.begun = self.order = 0
         self.has_ended = self.is_damaged = self.is_restored = self.is_deleted = False
+        self.inside: set[kernel.Process] = set()
+        self.beside: set[Save] = set()
 
     def __str__(self) -> str:
         return f"save {self.token} of step {self.step}"
 
     def is_before(self, other: "Save") -> bool:
         """Whether it ended before the other began, and not at the same time."""
-        return self.order < other.begun
+        return self.order < other.begun and self not in other.beside
+
+    def is_under_way(self) -> bool:
+        return any(process.is_alive for process in self.inside)
 
 
 class Ledger:
@@ -119,6 +126,7 @@ class Ledger:
         for other in self.saves.values():
             if other.step == step:
                 other.survives = None  # a step is not replaced in one instant
+        save.beside = {other for other in self.saves.values() if other.is_under_way()}
         self.saves[save.token] = save
         save.begun = save.order = self._next_place()
         return save
@@ -429,8 +437,13 @@ class _Program:
         save = self._script.save_of(number, step)
         self._step = save.step
         state = {name: np.full(16, save.token) for name in _PARTS} | _FROZEN
-        handle = self._checkpointer.save(self._step, state, overwrite=overwrite)
-        handle.wait()
+        process = self._world.task.process
+        save.inside.add(process)
+        try:
+            handle = self._checkpointer.save(self._step, state, overwrite=overwrite)
+            handle.wait()
+        finally:
+            save.inside.discard(process)
         self._ledger.acknowledge(save)
         self._last = save
         return save
