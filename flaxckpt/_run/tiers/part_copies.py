@@ -135,9 +135,10 @@ def copy_changes(sources: Sources) -> None:
 
     What is uploaded is recorded last: a crash before leaves the step as it was known.
     Raises DamagedCheckpointError if no process has them; SaveFailedError if an item
-    that was deleted there is read here.
+    that was deleted there is read here, or if another job has replaced the step.
     """
     path, files = sources.path, _read_any_metadata(sources)
+    parts.check_save(path, {sources.save})
     deleted = _steps.markers.deleted_items(files)
     for item in deleted - _steps.markers.deleted_items(_storage.of(path).names(path)):
         edit.delete_item(path, item)
@@ -148,6 +149,8 @@ def copy_changes(sources: Sources) -> None:
         _storage.files.make_parents(path, name)
         _storage.of(path).replace(path / name, content)
     _storage.files.sync_directory(path)
+    if parts.identify(path) != sources.save:  # replaced after the check
+        _steps.markers.mark_for_upload(path)
 
 
 def _read_any_metadata(sources: Sources) -> dict[str, bytes]:

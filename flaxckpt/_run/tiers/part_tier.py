@@ -359,7 +359,8 @@ class PartTier:
             except (errors.CheckpointError, OSError) as error:
                 _log.warning("step %d is not the same everywhere: %s", step, error)
                 continue
-            if (here := parts.find_held(path)) is not None:
+            here = parts.find_held(path)
+            if here is not None and here.save == save:  # else, it was just replaced
                 mended[step] = here
         return mended
 
