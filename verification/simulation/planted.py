@@ -185,13 +185,6 @@ FAULTS_OF_TIER = {  # some with the faults of the world that show them
             (network, "_FAULTS"): ("wrong bytes",),
         },
     ),
-    "a copy is not synced": Fault(
-        tier,
-        {
-            (part_copies, "_storage"): _unsynced_storage(),
-            (tier, "_FAULTS"): ("crash",) * 3,
-        },
-    ),
     "other processes do not learn of uploads": Fault(
         tier, {(upload_copies, "tell_uploaded"): lambda *args: None}
     ),
@@ -329,3 +322,6 @@ FAULTS_OF_RUNS: dict[str, dict[tuple[Any, str], Any]] = {
     },
 }
 """Like `FAULTS_OF_BUCKETS`, for histories of whole runs."""
+
+UNSYNCED_COPIES = {(part_copies, "_storage"): _unsynced_storage()}
+"""Copies at peers that a power cut takes away."""

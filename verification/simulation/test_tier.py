@@ -38,13 +38,24 @@ class _AllLost:
         return 0.5
 
 
-def test_copies_survive_power_cut():
-    with runner.installed(tier), tier.story(1, copies=1, domain_size=1) as story:
+def _cut_power_of_copies(patches):
+    with (
+        runner.installed(tier, patches),
+        tier.story(1, copies=1, domain_size=1, latest=0) as story,
+    ):
+        story.files.failing[story.files.root / "run"] = 1.0
         story.run_job(3, ["restore", "save", "copies"], is_calm=True)
         for machine in ("m0", "m1", "m2"):
             story.files.cut_power(story.files.root / machine, _AllLost())
         story.lose("m1")
+        story.files.failing.clear()
         story.end(3)
+
+
+def test_copies_survive_power_cut():
+    _cut_power_of_copies({})
+    with pytest.raises(kernel.Violation):
+        _cut_power_of_copies(planted.UNSYNCED_COPIES)
 
 
 def _lose_a_failure_domain(patches):
