@@ -171,10 +171,8 @@ def make_parents(root: Path, file: PurePath | str) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Returns True for a file, or a link to one; raises OSError if that is unknown.
-
-    `Path.is_file` of Python 3.14 returns False then.
-    """
+    """Returns True for a file, or a link to one; raises OSError if that is unknown."""
+    # `Path.is_file` of Python 3.14 returns False then.
     try:
         return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
     except OSError as error:
@@ -184,10 +182,7 @@ def is_file(path: Path) -> bool:
 
 
 def walk_up(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yields each directory below `root`, and `root` last, with the names of its files.
-
-    Raises OSError for a directory that cannot be listed.
-    """
+    """Yields each directory from the bottom up, with its files; raises OSError."""
     for directory, _, names in os.walk(root, topdown=False, onerror=_raise):
         yield directory, names
 

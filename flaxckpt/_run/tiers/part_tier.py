@@ -413,10 +413,8 @@ class PartTier:
         return mine
 
     def adopt_steps(self) -> None:
-        """Copies the metadata of steps that other processes have whole, to process 0.
-
-        It uploads them, and decides which of them stay.
-        """
+        """Copies, to process 0, the metadata of steps that the others have whole."""
+        # It uploads them, and decides which of them stay.
         for sources in self._sources.values():
             if all(sources.holders.values()) and not sources.path.exists():
                 try:
